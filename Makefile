@@ -46,8 +46,10 @@ format: $(STAMP)  ## format, and fix what can be fixed
 
 bench: $(STAMP)  ## every benchmark, into benchmarks/results/
 	@mkdir -p benchmarks/results
-	set -e; for script in $(BENCHMARKS); do \
-		$(BIN)/python $$script --json benchmarks/results/$$(basename $$script .py).json; done
+	@failed=; for script in $(BENCHMARKS); do \
+		echo "== $$script"; \
+		$(BIN)/python $$script --json benchmarks/results/$$(basename $$script .py).json || failed="$$failed $$script"; \
+	done; test -z "$$failed" || { echo "make: failed:$$failed" >&2; exit 1; }
 
 install: $(STAMP)  ## only set up .venv
 
