@@ -59,9 +59,7 @@ class PackedBatch:
             raise ValueError("loss_mask must be 0 at the first token of every sequence: nothing predicts it")
 
     @classmethod
-    def from_sequences(
-        cls, rows: Iterable[Mapping[str, Any]], *, sequence_columns: Sequence[str] = ()
-    ) -> PackedBatch:
+    def from_sequences(cls, rows: Iterable[Mapping[str, Any]], *, sequence_columns: Sequence[str] = ()) -> PackedBatch:
         """Pack rows of columns; every row has ``input_ids`` and the same other columns.
 
         Args:

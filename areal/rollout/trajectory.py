@@ -119,7 +119,7 @@ class Trajectory:
         values = json.loads(header["__metadata__"]["trajectory"])
         tensors = load(blob)
         extra = {name.removeprefix("tensors."): tensors.pop(name) for name in list(tensors) if "." in name}
-        return cls(**values, **tensors, tensors=extra)
+        return cls(**(values | tensors), tensors=extra)
 
 
 def pack(trajectories: Sequence[Trajectory]) -> PackedBatch:
