@@ -1,0 +1,121 @@
+"""What a model needs in memory to train and to generate, on one device, before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import torch
+
+from archon.models.config import ModelConfig
+from archon.models.decoder import Decoder
+from archon_kernels.linear_logprob import TILE_ELEMENTS
+
+_FP32 = 4
+_COMPUTE_BYTES = {"float32": 4, "bfloat16": 2}
+_OPTIMIZER_STATES = {"adam": 2, "sgd": 0, None: 0}
+"""fp32 numbers that the optimizer keeps for each parameter."""
+_TILES_IN_BACKWARD = 3
+"""Logit tiles alive at once in the backward of the LM head: scores, probabilities, gradient."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by purpose. They rarely peak together, so ``total`` is an upper estimate without allocator overhead.
+
+    Attributes:
+        parameters: fp32 masters.
+        gradients: fp32.
+        optimizer: fp32 states.
+        compute_copy: the parameters in the compute dtype, where it is not fp32.
+        activations: what one micro-batch keeps for backward.
+        lm_head: tiles of logits and the fp32 gradient of the head.
+        engine_weights: the inference engine's own copy, in the compute dtype.
+        staged_weights: the next version on its way to the engine.
+        kv_cache: keys and values of the engine's cache.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    compute_copy: int
+    activations: int
+    lm_head: int
+    engine_weights: int
+    staged_weights: int
+    kv_cache: int
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def plan_memory(
+    config: ModelConfig,
+    *,
+    dtype: Literal["float32", "bfloat16"],
+    optimizer: Literal["adam", "sgd"] | None,
+    tokens_per_mb: int,
+    recompute: bool,
+    kv_cache_tokens: int,
+) -> MemoryPlan:
+    """Memory of an engine and of an inference engine beside it, in one process.
+
+    Args:
+        config: the model's shape.
+        dtype: of the computation.
+        optimizer: None for an engine that only scores: no gradients, no states, nothing kept for backward.
+        tokens_per_mb: tokens of the largest micro-batch.
+        recompute: only the inputs of layers are kept, and one layer's activations at a time.
+        kv_cache_tokens: tokens that the inference engine caches; 0 for none.
+    """
+    size, width = count_parameters(config), _COMPUTE_BYTES[dtype]
+    trains = optimizer is not None
+    copy = 0 if dtype == "float32" else size * width
+    kv_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * width
+    return MemoryPlan(
+        parameters=size * _FP32,
+        gradients=size * _FP32 if trains else 0,
+        optimizer=size * _FP32 * _OPTIMIZER_STATES[optimizer],
+        compute_copy=copy,
+        activations=tokens_per_mb * activation_bytes_per_token(config, width, recompute) if trains else 0,
+        lm_head=_FP32 * _TILES_IN_BACKWARD * max(TILE_ELEMENTS, config.vocab_size)
+        + (_FP32 * config.vocab_size * config.hidden_size if trains else 0),
+        engine_weights=size * width if kv_cache_tokens else 0,
+        staged_weights=size * width if kv_cache_tokens else 0,
+        kv_cache=kv_cache_tokens * kv_per_token,
+    )
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """Parameters of the decoder, a tied head counted once; nothing is allocated."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Decoder(config).parameters())
+
+
+def activation_bytes_per_token(config: ModelConfig, width: int, recompute: bool) -> int:
+    """Bytes kept for backward per token of a micro-batch, with ``width`` bytes a number."""
+    layers = [_layer_activations(config, width, index) for index in range(config.num_hidden_layers)]
+    hidden = config.hidden_size
+    head = _norm_activations(hidden) + hidden * width  # the final norm, and the rows chosen for the head
+    return (len(layers) * hidden * width + max(layers) if recompute else sum(layers)) + head
+
+
+def _norm_activations(size: int) -> int:
+    """A norm keeps its input before and after scaling by the root mean square, both in fp32."""
+    return 2 * _FP32 * size
+
+
+def _layer_activations(config: ModelConfig, width: int, index: int) -> int:
+    """What the operations of one layer save, in bytes per token."""
+    hidden, moe = config.hidden_size, config.moe
+    queries = config.num_attention_heads * config.head_dim
+    keys = config.num_key_value_heads * config.head_dim
+    size = 2 * (_norm_activations(hidden) + width * hidden)  # both norms, and what the projections read
+    size += width * (3 * queries + 2 * keys)  # q, k, v; the output, as attention and as the projection saw it
+    if config.qk_norm:
+        size += _norm_activations(queries + keys)
+    if moe is None or index not in moe.layers:
+        return size + width * 4 * config.intermediate_size  # gate, silu(gate), up, their product
+    size += _FP32 * ((hidden if width < _FP32 else 0) + moe.num_experts)  # the router's input and scores
+    return size + width * moe.experts_per_token * (2 * hidden + 4 * moe.intermediate_size)  # rows in, out, and as above
