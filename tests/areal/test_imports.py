@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
-from importlib.metadata import distribution
+from importlib.metadata import distribution, packages_distributions
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,9 @@ AT_IMPORT = {
 }
 # What they may not import even inside a function.
 NEVER = {"archon": {"areal"}, "archon_kernels": {"archon", "areal", "transformers"}}
+
+# Released together with torch and with pydantic.
+TOGETHER = {"triton", "pydantic_core"}
 
 HEAVY = {"pydantic", "omegaconf", "fastapi", "ray", "vllm", "sglang", "transformers", "areal"}
 
@@ -94,6 +99,26 @@ else:
     raise AssertionError('--help did not exit')
 """
     assert not modules_after(code) & {"torch", "transformers", "numpy", "pydantic", "omegaconf"}
+
+
+def test_every_import_is_declared() -> None:
+    """A library that only comes along with another one today may not come tomorrow."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    asked = [*project["dependencies"], *(name for extra in project["optional-dependencies"].values() for name in extra)]
+    declared = {normal_name(re.split(r"[^\w.-]", text)[0]) for text in asked}
+    distributions = packages_distributions()
+    undeclared = {
+        f"{path.relative_to(ROOT)} imports {module}"
+        for folder in PACKAGES.values()
+        for path in folder.rglob("*.py")
+        for module in set(imports_of(path, at_import=False)) - set(PACKAGES) - TOGETHER - sys.stdlib_module_names
+        if not declared.intersection(map(normal_name, distributions.get(module, [module])))
+    }
+    assert not undeclared
+
+
+def normal_name(distribution_name: str) -> str:
+    return re.sub(r"[-_.]+", "-", distribution_name).lower()
 
 
 def test_console_scripts_are_installed() -> None:
