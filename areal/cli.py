@@ -38,9 +38,9 @@ def run(config: Recipe, overrides: Overrides = None, dry_run: DryRun = False) ->
 
             print_dry_run(loaded)
             return
-        from areal.trainer import Trainer
-
         with _log_file(loaded.run_dir / "logs" / "controller.log"):
+            from areal.trainer import Trainer
+
             summary = Trainer(loaded).train().summary
         print(summary, flush=True)
 

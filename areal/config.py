@@ -203,7 +203,7 @@ class RolloutConfig(Section):
 
     ``max_head_offpolicyness``: versions a trained token may be old; 0 is synchronous. ``max_concurrent_rollouts``:
     episodes at once; null runs all that are admitted. ``num_threads``: of the embedded engine; null is torch's choice.
-    ``kv_cache_tokens``: room of its cache; null fits the concurrent episodes. ``max_model_len``: null is the model's.
+    ``kv_cache_tokens``: room of its cache; null takes 256 MiB. ``max_model_len``: null is the model's.
     """
 
     backend: str = "embedded:d1"
