@@ -1,0 +1,146 @@
+"""Every family equals transformers: logits, log-probabilities, entropies and all parameter gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import FAMILIES, LENGTHS, build, documents, pack, relative_error
+from torch import Tensor
+
+from archon.models.config import ModelConfig
+from archon.models.decoder import Decoder
+from archon.weights import load_named, named_weights
+
+TOLERANCE = 1e-5
+
+
+def ours_from(theirs: Any) -> Decoder:
+    model = Decoder(ModelConfig.from_hf_dict(theirs.config.to_dict()))
+    load_named(model, named_weights(theirs))
+    return model
+
+
+def reference(theirs: Any, sequences: list[Tensor], temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits ``[T, V]``, log-probabilities and entropies ``[T - N]``, one sequence at a time."""
+    logits = [theirs(sequence[None]).logits[0] for sequence in sequences]
+    log_p = [torch.log_softmax(row[:-1].double() / temperature, -1) for row in logits]
+    chosen = [p.gather(-1, sequence[1:, None]).squeeze(-1) for p, sequence in zip(log_p, sequences, strict=True)]
+    entropy = [-(p.exp() * p).sum(-1) for p in log_p]
+    return torch.cat(logits), torch.cat(chosen), torch.cat(entropy)
+
+
+def predicting_rows(cu_seqlens: Tensor) -> Tensor:
+    keep = torch.ones(int(cu_seqlens[-1]), dtype=torch.bool)
+    keep[cu_seqlens[1:] - 1] = False
+    return keep.nonzero().squeeze(1)
+
+
+def assert_top_k_margin(theirs: Any, sequences: list[Tensor]) -> None:
+    """Parity of a mixture of experts means something only where rounding cannot flip a choice."""
+    for sequence in sequences:
+        for logits in theirs(sequence[None], output_router_logits=True).router_logits:
+            probs = logits.softmax(-1).sort(-1, descending=True).values
+            top_k = theirs.config.num_experts_per_tok
+            assert (probs[:, top_k - 1] - probs[:, top_k]).min() > 1e-4
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hf_parity_of_values_and_gradients_on_a_packed_batch(family: str, tied: bool, recompute: bool) -> None:
+    theirs = build(family, tied=tied)
+    ours = ours_from(theirs)
+    ours.recompute = recompute
+    assert dict(ours.named_parameters()).keys() == dict(theirs.named_parameters()).keys()
+    sequences = documents()
+    if family == "qwen3_moe":
+        assert_top_k_margin(theirs, sequences)
+    input_ids, position_ids, cu_seqlens = pack(sequences)
+    rows, targets, temperature = predicting_rows(cu_seqlens), input_ids.roll(-1), 0.7
+
+    logits, chosen, entropy = reference(theirs, sequences, temperature)
+    hidden = ours(input_ids, position_ids, cu_seqlens)
+    torch.testing.assert_close(hidden @ ours.head_weight().T, logits, atol=TOLERANCE, rtol=TOLERANCE)
+    logprobs, entropies = ours(
+        input_ids,
+        position_ids,
+        cu_seqlens,
+        rows=rows,
+        targets=targets,
+        temperature=torch.full((len(input_ids),), temperature),
+        with_entropy=True,
+    )
+    assert logprobs.dtype == entropies.dtype == torch.float32
+    torch.testing.assert_close(logprobs.double(), chosen, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(entropies.double(), entropy, atol=TOLERANCE, rtol=0)
+
+    weights = torch.randn(len(rows), 2, generator=torch.Generator().manual_seed(2))
+    (weights[:, 0] * chosen + weights[:, 1] * entropy).sum().backward()
+    (weights[:, 0] * logprobs + weights[:, 1] * entropies).sum().backward()
+    for name, parameter in ours.named_parameters():
+        expected = theirs.get_parameter(name).grad
+        assert relative_error(parameter.grad, expected) < TOLERANCE, name
+
+
+@pytest.mark.parametrize("overrides", [{"attention_bias": True, "mlp_bias": True}, {"num_key_value_heads": 4}], ids=str)
+def test_hf_parity_of_llama_options(overrides: dict[str, Any]) -> None:
+    assert_same_logits("llama", documents(), **overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [{"norm_topk_prob": False}, {"decoder_sparse_step": 2, "mlp_only_layers": []}, {"num_experts_per_tok": 1}],
+    ids=str,
+)
+def test_hf_parity_of_moe_options(overrides: dict[str, Any]) -> None:
+    assert_same_logits("qwen3_moe", documents(), **overrides)
+
+
+def test_hf_parity_of_a_router_whose_weights_are_applied_after_the_experts() -> None:
+    """Scaling the input of an expert instead of its output would pass through the nonlinearity."""
+    assert_same_logits("qwen3_moe", documents(lengths=(9,)), num_hidden_layers=1, mlp_only_layers=[])
+
+
+def assert_same_logits(family: str, sequences: list[Tensor], **overrides: Any) -> None:
+    theirs = build(family, **overrides)
+    ours = ours_from(theirs)
+    logits, *_ = reference(theirs, sequences, 1.0)
+    with torch.no_grad():
+        hidden = ours(*pack(sequences))
+    torch.testing.assert_close(hidden @ ours.head_weight().T, logits, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("lengths", [(1,), (1, 1, 1), (64, 2, 64, 2), (300, 7, 256, 3), LENGTHS], ids=str)
+def test_hf_parity_over_lengths(lengths: tuple[int, ...]) -> None:
+    assert_same_logits("qwen3", documents(lengths=lengths), max_position_embeddings=512)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 300.0},
+        {"rope_theta": 300.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
+        {},
+    ],
+    ids=["theta", "scaling", "parameters", "absent"],
+)
+def test_hf_parity_of_old_and_new_rope_keys(rope: dict[str, Any], tmp_path: Path) -> None:
+    import json
+
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path / "model"
+    build("llama").save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_parameters"]
+    (folder / "config.json").write_text(json.dumps({**config, **rope}))
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    ours = Decoder(ModelConfig.from_folder(folder))
+    load_named(ours, named_weights(theirs))
+    logits, *_ = reference(theirs, documents(), 1.0)
+    hidden = ours(*pack(documents()))
+    torch.testing.assert_close(hidden @ ours.head_weight().T, logits, atol=TOLERANCE, rtol=TOLERANCE)
