@@ -12,7 +12,7 @@ from archon.models.decoder import Decoder
 from archon_kernels.linear_logprob import TILE_ELEMENTS
 
 _FP32 = 4
-_COMPUTE_BYTES = {"float32": 4, "bfloat16": 2}
+COMPUTE_BYTES = {"float32": 4, "bfloat16": 2}
 _OPTIMIZER_STATES = {"adam": 2, "sgd": 0, None: 0}
 """fp32 numbers that the optimizer keeps for each parameter."""
 _TILES_IN_BACKWARD = 3
@@ -69,10 +69,9 @@ def plan_memory(
         recompute: only the inputs of layers are kept, and one layer's activations at a time.
         kv_cache_tokens: tokens that the inference engine caches; 0 for none.
     """
-    size, width = count_parameters(config), _COMPUTE_BYTES[dtype]
+    size, width = count_parameters(config), COMPUTE_BYTES[dtype]
     trains = optimizer is not None
     copy = 0 if dtype == "float32" else size * width
-    kv_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * width
     return MemoryPlan(
         parameters=size * _FP32,
         gradients=size * _FP32 if trains else 0,
@@ -83,7 +82,7 @@ def plan_memory(
         + (_FP32 * config.vocab_size * config.hidden_size if trains else 0),
         engine_weights=size * width if kv_cache_tokens else 0,
         staged_weights=size * width if kv_cache_tokens else 0,
-        kv_cache=kv_cache_tokens * kv_per_token,
+        kv_cache=kv_cache_tokens * kv_bytes_per_token(config, width),
     )
 
 
@@ -91,6 +90,11 @@ def count_parameters(config: ModelConfig) -> int:
     """Parameters of the decoder, a tied head counted once; nothing is allocated."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in Decoder(config).parameters())
+
+
+def kv_bytes_per_token(config: ModelConfig, width: int) -> int:
+    """Bytes of keys and values of one token over all layers, with ``width`` bytes a number."""
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * width
 
 
 def activation_bytes_per_token(config: ModelConfig, width: int, recompute: bool) -> int:

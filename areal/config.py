@@ -226,19 +226,21 @@ class RolloutConfig(Section):
 
 
 class DatasetConfig(Section):
-    """Prompts: a folder, file, hub name or task, and what its loader takes.
-
-    ``max_length``: tokens of a prompt; longer ones are rejected by name.
-    """
+    """Rows: a folder, file, hub name or task, and what its loader takes."""
 
     path: str = Field(min_length=1, description="a folder, a file, a hub name or reasoning-gym/<task>")
-    type: Literal["rl"] = "rl"
     split: str = Field("train", min_length=1)
-    max_length: int | None = Field(None, gt=0)
     dataset_kwargs: dict[str, Any] = {}
 
 
-class TrainDatasetConfig(DatasetConfig):
+class PromptDatasetConfig(DatasetConfig):
+    """Rows that become prompts. ``max_length``: tokens of a prompt; longer ones are rejected by name."""
+
+    type: Literal["rl"] = "rl"
+    max_length: int | None = Field(None, gt=0)
+
+
+class TrainDatasetConfig(PromptDatasetConfig):
     """``batch_size``: prompts a step; each gives ``gconfig.n_samples`` samples."""
 
     batch_size: int = Field(8, gt=0)
@@ -318,7 +320,7 @@ class Config(Section):
     dynamic_filter_fn: str | None = Field(None, pattern=IMPORT_PATH)
     dynamic_bs: bool = False
     train_dataset: TrainDatasetConfig
-    valid_dataset: DatasetConfig | None = None
+    valid_dataset: PromptDatasetConfig | None = None
     warm_start: WarmStartConfig | None = None
     saver: TimerConfig = TimerConfig()
     evaluator: EvaluatorConfig = EvaluatorConfig()

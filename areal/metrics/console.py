@@ -54,6 +54,11 @@ class ProgressView:
         """One line above the live table, or just one line."""
         self._console.print(text, markup=False)
 
+    def warm_start(self, total: int, step: int, metrics: Mapping[str, float]) -> None:
+        """Show supervised step ``step`` of ``total``: a line for every tenth of them."""
+        if step in (1, total) or step % max(1, total // 10) == 0:
+            self.message(f"warm start {step}/{total}  loss {_number(metrics.get('loss'), '.4f')}")
+
     def step(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
         """Show one finished step of ``total``; the held-out reward stays until the next evaluation."""
         self._held_out = metrics.get("eval/reward", self._held_out)

@@ -36,7 +36,7 @@ class MetricsLogger:
         self._events: SummaryWriter | None = None
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _keep_steps_before(self.path, next_step)
-        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._file = self._open()
 
     def log(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of one step; a value that is not finite becomes null in the file.
@@ -47,14 +47,25 @@ class MetricsLogger:
         if step < self._next_step:
             raise ValueError(f"step {step} is logged already: the next one is {self._next_step} or later")
         self._next_step = step + 1
-        values = {name: float(value) for name, value in metrics.items()}
-        row = {"step": step, "version": version} | {
-            name: value if math.isfinite(value) else None for name, value in values.items()
-        }
-        os.write(self._file, json.dumps(row).encode() + b"\n")
-        for name, value in values.items():
-            self._writer().add_scalar(name, value, step)
-        self._writer().flush()
+        row = {"step": step, "version": version} | _finite(metrics)
+        os.write(self._file, _line(row))
+        self._add_scalars(step, metrics)
+
+    def log_more(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add metrics, such as those of the last evaluation, to the object of a step that is logged already.
+
+        Raises:
+            ValueError: the step is not logged.
+        """
+        rows = list(read_metrics(self.path))
+        found = [row for row in rows if row["step"] == step]
+        if not found:
+            raise ValueError(f"step {step} is not logged: {self.path} has steps {[row['step'] for row in rows[-5:]]}")
+        found[0].update(_finite(metrics))
+        os.close(self._file)
+        _rewrite(self.path, rows)
+        self._file = self._open()
+        self._add_scalars(step, metrics)
 
     def close(self) -> None:
         os.close(self._file)
@@ -66,6 +77,14 @@ class MetricsLogger:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _open(self) -> int:
+        return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def _add_scalars(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer().add_scalar(name, float(value), step)
+        self._writer().flush()
 
     def _writer(self) -> SummaryWriter:
         if self._events is None:
@@ -93,13 +112,24 @@ def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def _keep_steps_before(path: Path, step: int) -> None:
-    """Rewrite the file atomically without the rows of ``step`` and later ones."""
-    if not path.exists():
-        return
-    kept = [row for row in read_metrics(path) if row["step"] < step]
+    if path.exists():
+        _rewrite(path, [row for row in read_metrics(path) if row["step"] < step])
+
+
+def _rewrite(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Replace the file atomically."""
     scratch = path.with_suffix(".jsonl.tmp")
     with scratch.open("wb") as file:
-        file.writelines(json.dumps(row).encode() + b"\n" for row in kept)
+        file.writelines(map(_line, rows))
         file.flush()
         os.fsync(file.fileno())
     os.replace(scratch, path)
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    return json.dumps(row).encode() + b"\n"
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Values as JSON has them: not finite becomes null."""
+    return {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}

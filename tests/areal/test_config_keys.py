@@ -55,6 +55,9 @@ class Lookups:
                 self.pairs.add((_name(node.value), node.attr))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
                 self.words.update(node.value.split())
+            elif isinstance(node, ast.keyword) and node.arg is None and isinstance(node.value, ast.Call):
+                if isinstance(dump := node.value.func, ast.Attribute) and dump.attr == "model_dump":
+                    self.pairs.add((_name(dump.value), "*"))  # f(**section.model_dump()) passes every key on
             elif isinstance(node, ast.arg) and node.annotation is not None:
                 for name in _names(node.annotation):
                     self.aliases[node.arg] |= self._classes.get(name, set())
@@ -73,7 +76,7 @@ class Lookups:
 
     def reads(self, holder: str, key: str) -> bool:
         names = {holder} | {alias for alias, held in self.aliases.items() if holder in held}
-        return any((name, key) in self.pairs or (name, "model_dump") in self.pairs for name in names)
+        return any((name, key) in self.pairs or (name, "*") in self.pairs for name in names)
 
 
 def _name(node: ast.AST) -> str:
@@ -124,7 +127,7 @@ def test_the_scan_finds_an_unread_key() -> None:
         '"""saver freq_steps"""\n'
         "def f(config, timer: 'TimerConfig'):\n"
         "    section = config.train_dataset\n"
-        "    return section.path, timer.freq_secs, config.actor.optimizer.model_dump()\n"
+        "    return section.path, timer.freq_secs, f(**config.actor.optimizer.model_dump())\n"
     )
     found = Lookups({"train_dataset", "optimizer", "saver"}, {"TimerConfig": {"saver"}})
     found.scan(ast.parse(source))

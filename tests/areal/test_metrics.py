@@ -46,6 +46,20 @@ def test_a_step_is_never_logged_twice(tmp_path: Path) -> None:
             log.log(3, 3, {})
 
 
+def test_more_of_a_logged_step_goes_into_its_object(tmp_path: Path) -> None:
+    with MetricsLogger(tmp_path) as log:
+        log.log(1, 1, {"reward/mean": 0.25})
+        log.log_more(1, {"eval/reward": 0.75})
+        log.log(2, 2, {})
+        with pytest.raises(ValueError, match="step 3 is not logged"):
+            log.log_more(3, {})
+    assert list(read_metrics(tmp_path / "metrics.jsonl")) == [
+        {"step": 1, "version": 1, "reward/mean": 0.25, "eval/reward": 0.75},
+        {"step": 2, "version": 2},
+    ]
+    assert tensorboard_scalars(tmp_path / "tensorboard", "eval/reward") == {1: 0.75}
+
+
 def test_resuming_drops_the_steps_that_run_again(tmp_path: Path) -> None:
     events = tmp_path / "elsewhere"
     with MetricsLogger(tmp_path, events) as log:
@@ -103,6 +117,16 @@ def test_plain_lines_without_a_terminal() -> None:
     for part in ("step 1/100", "reward 0.500", "held-out 0.125", "lag 3", "tokens/s 1,234", "ETA 3m18s"):
         assert part in second
     assert "\x1b" not in output.getvalue()
+
+
+def test_warm_start_is_a_dozen_lines_at_most() -> None:
+    output = io.StringIO()
+    with ProgressView(Console(file=output, soft_wrap=True)) as view:
+        for step in range(1, 76):
+            view.warm_start(75, step, {"loss": 1 / step})
+    lines = output.getvalue().splitlines()
+    assert lines[0] == "warm start 1/75  loss 1.0000" and lines[-1] == "warm start 75/75  loss 0.0133"
+    assert 5 < len(lines) <= 13
 
 
 def test_live_table_in_a_terminal() -> None:
