@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 from typer.testing import CliRunner
 
-from areal.cli import _log_file, app, run_app
+from areal.cli import _exit_codes, _log_file, app, run_app
 from areal.config import load_config
 
 RECIPE = {"experiment_name": "x", "actor": {"path": "model"}, "train_dataset": {"path": "data"}}
@@ -90,3 +91,10 @@ def test_run_is_also_a_subcommand(recipe: Path) -> None:
     for application, arguments in ((run_app, []), (app, ["run"])):
         result = CliRunner().invoke(application, [*arguments, str(recipe), "seed=-1"])
         assert result.exit_code == 2 and "seed = -1" in result.stderr
+
+
+def test_interruption_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as stop, _exit_codes():
+        raise KeyboardInterrupt
+    assert stop.value.exit_code == 1
+    assert "the same command resumes" in capsys.readouterr().err
