@@ -25,8 +25,9 @@ class GRPOLoss:
     """The GRPO loss (arXiv 2402.03300) as a ``LossFn``; its arguments are the keys of the ``actor`` section.
 
     Reads the columns of ``areal.rollout.trajectory.pack``. With the decoupled loss, ``recompute`` also reads
-    ``prox_logprobs [T]``, and ``loglinear`` reads ``current_version [N]``: completed steps, plus the fraction of this
-    step's optimizer updates that are done. ``prepare`` adds ``advantages [T]`` and ``shaped_reward [N]``.
+    ``prox_logprobs [T]``; the other methods read ``current_version [N]``, which the engine adds: completed steps, plus
+    the fraction of this step's optimizer updates that are done. ``prepare`` adds ``advantages [T]`` and
+    ``shaped_reward [N]``.
 
     Without the decoupled loss the ratio is taken to the behaviour log-probs. With it, it is taken to the proximal ones,
     and each token is weighed by exp(p - b), shaped by ``rejection_sampling``.
@@ -180,9 +181,14 @@ class GRPOLoss:
             return batch["behaviour_logprobs"]
         if self.prox_logp_method == "recompute":
             return batch["prox_logprobs"]
-        if self.prox_logp_method == "reuse":
-            return logprobs
         current = batch["current_version"][batch.sequence_ids]
+        if self.prox_logp_method == "reuse":
+            if (current != current.floor()).any():
+                raise ValueError(
+                    "prox_logp_method: reuse takes the weights being trained for those at the start of the step, "
+                    "which holds for one optimizer update: set ppo_n_minibatches to 1 or use recompute"
+                )
+            return logprobs
         return loglinear_logprobs(
             logprobs,
             batch["behaviour_logprobs"],
