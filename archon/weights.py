@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from archon.folders import new_folder
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
@@ -267,37 +267,9 @@ def save_folder(
             The dtype in ``config.json`` becomes that of the tensors.
         max_shard_bytes: start a new file before one grows past this; a larger tensor has a file of its own.
     """
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        work.chmod(0o755)
+    with new_folder(Path(path)) as work:
         dtypes = _write_shards(work, named, max_shard_bytes)
         _write_configuration(work, config, dtypes)
-        for file in work.iterdir():
-            _fsync(file)
-        _fsync(work)
-        _move_into_place(work, target)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-def _move_into_place(work: Path, target: Path) -> None:
-    aside = work.with_name(work.name + ".old")
-    if target.exists():
-        target.rename(aside)
-    work.rename(target)
-    _fsync(target.parent)
-    if aside.exists():
-        shutil.rmtree(aside)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _write_shards(folder: Path, named: NamedTensors, max_bytes: int) -> set[torch.dtype]:
