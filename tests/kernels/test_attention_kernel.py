@@ -1,0 +1,112 @@
+"""Packed attention against dense masked softmax in fp64, one document at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from archon_kernels.attention import Documents, packed_attention
+
+
+def truth(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    outputs, start = [q[:0]], 0
+    for length in lengths:
+        part = slice(start, start + length)
+        scores = torch.einsum("ihd,jhd->hij", q[part], k[part]) * q.shape[-1] ** -0.5
+        scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf)
+        outputs.append(torch.einsum("hij,jhd->ihd", scores.softmax(-1), v[part]))
+        start += length
+    return torch.cat(outputs)
+
+
+def borders(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def check(lengths: list[int], heads: int, kv_heads: int, width: int, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    shapes = [(total, heads, width), (total, kv_heads, width), (total, kv_heads, width)]
+    ours = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    right = [tensor.detach().double().requires_grad_() for tensor in ours]
+    out = packed_attention(*ours, Documents.from_cu_seqlens(borders(lengths)))
+    expected = truth(*right, lengths)
+    assert out.shape == expected.shape
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+    pull = torch.randn(expected.shape, generator=generator)
+    if not total:
+        return
+    out.backward(pull)
+    expected.backward(pull.double())
+    for tensor, reference in zip(ours, right, strict=True):
+        assert (tensor.grad.double() - reference.grad).norm() <= 1e-5 * max(float(reference.grad.norm()), 1e-3)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize(
+    "lengths",
+    [[], [1], [0, 3, 0], [1, 2, 37, 5, 64], [5, 5, 5], [300, 2, 257, 300], [13, 8, 9, 14, 11, 10] * 4, [0, 1, 2, 3]],
+    ids=str,
+)
+def test_equals_dense_softmax(lengths: list[int], heads: tuple[int, int]) -> None:
+    check(lengths, *heads, width=8)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 40), max_size=12), st.sampled_from([(2, 1), (2, 2), (6, 3)]))
+def test_equals_dense_softmax_for_any_lengths(lengths: list[int], heads: tuple[int, int]) -> None:
+    check(lengths, *heads, width=4, seed=len(lengths))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 400), max_size=40))
+def test_every_token_has_one_place_and_little_is_filler(lengths: list[int]) -> None:
+    documents = Documents.from_cu_seqlens(borders(lengths))
+    padded = sum(count * length for count, length in documents.buckets)
+    total, nonempty = sum(lengths), sum(length > 0 for length in lengths)
+    assert total <= padded <= total * 1.25 + 4 * nonempty
+    if documents.position is None:
+        assert padded == total
+    else:
+        assert torch.equal(documents.source[documents.position], torch.arange(total))
+
+
+def test_documents_of_similar_length_share_a_call() -> None:
+    lengths = torch.randint(8, 15, (512,), generator=torch.Generator().manual_seed(0)).tolist()
+    assert len(Documents.from_cu_seqlens(borders(lengths)).buckets) <= 2
+
+
+@pytest.mark.parametrize("lengths", [[12] * 8, [300, 500, 256]], ids=["equal", "long"])
+def test_equal_or_long_documents_are_not_copied(lengths: list[int]) -> None:
+    assert Documents.from_cu_seqlens(borders(lengths)).source is None
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_junk_in_one_document_stays_in_it(poison: float) -> None:
+    lengths = [5, 9, 7]
+    tensors = [torch.randn(sum(lengths), 2, 4) for _ in range(3)]
+    documents = Documents.from_cu_seqlens(borders(lengths))
+    clean = packed_attention(*tensors, documents)
+    for tensor in tensors:
+        tensor[5:14] = poison
+        tensor.requires_grad_()
+    dirty = packed_attention(*tensors, documents)
+    kept = torch.tensor([*range(5), *range(14, 21)])
+    assert torch.equal(dirty[kept], clean[kept])
+    dirty[kept].sum().backward()
+    for tensor in tensors:
+        assert torch.isfinite(tensor.grad[kept]).all()
+
+
+def test_bf16_has_bf16_accuracy() -> None:
+    lengths = [3, 17, 40]
+    tensors = [torch.randn(60, 2, 8).bfloat16() for _ in range(3)]
+    out = packed_attention(*tensors, Documents.from_cu_seqlens(borders(lengths)))
+    assert out.dtype == torch.bfloat16
+    expected = truth(*(tensor.double() for tensor in tensors), lengths)
+    assert (out.double() - expected).norm() <= 1e-2 * expected.norm()
