@@ -97,6 +97,12 @@ class Trajectory:
         return int(trained.min()) if len(trained) else None
 
     @property
+    def newest_version(self) -> int | None:
+        """Largest version among the trained tokens; None if no token is trained."""
+        trained = self.versions[self.loss_mask]
+        return int(trained.max()) if len(trained) else None
+
+    @property
     def num_generated(self) -> int:
         return int(self.loss_mask.sum())
 
