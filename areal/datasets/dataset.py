@@ -20,8 +20,8 @@ class DatasetError(ValueError):
 class Dataset(Sequence[Row]):
     """Rows to roll out on.
 
-    Every row has ``id`` (str, unique, the same in every load), ``messages`` (list of ``{"role", "content"}``) and, where
-    the source has one, ``answer`` (str); further columns reach the reward function as they are. Rows are JSON-able.
+    Every row has ``id`` (str, unique, the same in every load), ``messages`` (a list of ``{"role", "content"}``) and,
+    where the source has one, ``answer`` (str); further columns reach the reward function as they are. All is JSON-able.
 
     Attributes:
         rows: the rows, in the order of the source.

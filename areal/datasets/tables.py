@@ -25,8 +25,8 @@ def load_table(path: str, split: str, options: Mapping[str, Any]) -> Dataset:
     Args:
         path: see ``areal.datasets.load``.
         split: of a folder or hub dataset; a file is one split whatever this says.
-        options: ``prompt_column`` (else the first of ``messages``, ``prompt``, ``question`` in the row), holding text or
-            messages; ``answer_column`` (else ``answer``, where there is one); ``suffix``, added to a prompt given as
+        options: ``prompt_column`` (else the first of ``messages``, ``prompt``, ``question`` in the row), holding
+            text or messages; ``answer_column`` (else ``answer``, where there is one); ``suffix``, added to a prompt given as
             text; ``system_prompt``; ``size``, of a leading part; ``name``, the hub dataset's configuration.
 
     Raises:
@@ -57,7 +57,9 @@ def _row(record: Mapping[str, Any], place: str, options: Mapping[str, Any], suff
     column = asked or next((name for name in PROMPT_COLUMNS if name in record), None)
     if column is None or column not in record:
         wanted = f"column {asked!r}" if asked else "none of the columns messages, prompt and question"
-        raise DatasetError(f"{place}: {'no ' if asked else ''}{wanted}; it has {', '.join(sorted(record)) or 'nothing'}")
+        raise DatasetError(
+            f"{place}: {'no ' if asked else ''}{wanted}; it has {', '.join(sorted(record)) or 'nothing'}"
+        )
     answer_column = options.get("answer_column")
     if answer_column is not None and answer_column not in record:
         raise DatasetError(f"{place}: no column {answer_column!r}; it has {', '.join(sorted(record))}")
@@ -122,12 +124,14 @@ def _open_folder(folder: Path, split: str) -> tuple[str, Records]:
             saved = saved[split]
         return str(folder), _numbered(saved)
     splits = sorted({file.stem for file in folder.glob("*.jsonl")})
-    raise DatasetError(f"{folder} has no {split}.jsonl, no {split}*.parquet and is not saved by datasets; splits: {splits}")
+    raise DatasetError(
+        f"{folder} has no {split}.jsonl, no {split}*.parquet and is not saved by datasets; splits: {splits}"
+    )
 
 
 def _read_file(file: Path) -> Records:
     if file.suffix == ".parquet":
-        import pyarrow.parquet
+        import pyarrow.parquet  # type: ignore[import-untyped]
 
         for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
             yield from _numbered(batch.to_pylist())

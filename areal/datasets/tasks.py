@@ -14,7 +14,7 @@ from typing import Any
 from areal.datasets.dataset import Dataset, DatasetError, Row, as_messages, check_keys, nearest
 
 REWARD = "areal.rewards.reasoning_gym.reward"
-SPLITS = {"train": range(0, 6), "warm_start": range(6, 8), "test": range(8, 10)}
+SPLITS = {"train": range(6), "warm_start": range(6, 8), "test": range(8, 10)}
 """Tenths of all questions, by a hash of the question, that belong to each split."""
 HASH_DEPENDENT = frozenset({"isomorphic_strings", "list_functions", "polynomial_multiplication", "ransom_note"})
 """Tasks whose questions depend on Python's string hashing beside their seed: generated under a fixed one."""
@@ -91,8 +91,8 @@ def draw(task: str, split: str, size: int, seed: int, config: Mapping[str, Any])
             repeated = repeated + 1 if digest in seen else 0
             if repeated > PATIENCE + 10 * len(seen):
                 raise DatasetError(
-                    f"dataset_kwargs.size = {size}: task {task} with parameters {dict(config)} has {len(chosen)} distinct "
-                    f"questions for split {split!r}; ask for fewer or widen its parameters"
+                    f"dataset_kwargs.size = {size}: task {task} with parameters {dict(config)} has {len(chosen)} "
+                    f"distinct questions for split {split!r}; ask for fewer or widen its parameters"
                 )
             if repeated == 0:
                 seen.add(digest)

@@ -55,7 +55,7 @@ def name_of(function: RewardFunction | str) -> str:
 
 
 def is_coroutine_function(function: RewardFunction) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def dump_function(function: RewardFunction | str) -> bytes:

@@ -7,7 +7,6 @@ from decimal import Decimal
 from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-from sympy import Rational
 
 from areal.rewards.numeric import last_number, to_number
 
@@ -44,4 +43,4 @@ def reward(
     found = parse(text, extraction_config=EXTRACTION, parsing_timeout=None)
     if not found or EXPLOSIVE.search(str(found[-1])):
         return 0.0
-    return float(verify([Rational(str(expected))], found, float_rounding=6, timeout_seconds=None))
+    return float(verify(parse(str(expected), parsing_timeout=None), found, float_rounding=6, timeout_seconds=None))

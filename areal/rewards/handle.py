@@ -1,4 +1,4 @@
-"""The parent's end of one reward worker: what it was sent, since when it does what it does, and when that is too long."""
+"""The parent's end of one reward worker: what it was sent, what it does, and since when."""
 
 from __future__ import annotations
 

@@ -53,7 +53,9 @@ class RewardPool:
 
     def __init__(self, workers: int = 2, timeout: float = 15.0, start_timeout: float = 60.0) -> None:
         if workers < 1 or timeout <= 0 or start_timeout <= 0:
-            raise ValueError(f"a pool needs workers >= 1 and positive timeouts, got {workers}, {timeout}, {start_timeout}")
+            raise ValueError(
+                f"a pool needs workers >= 1 and positive timeouts, got {workers}, {timeout}, {start_timeout}"
+            )
         self.workers = workers
         self.timeout = timeout
         self.start_timeout = start_timeout
@@ -144,7 +146,7 @@ class RewardPool:
             raise RewardError(f"reward function {name} raised\n{traceback.format_exc()}") from error
 
     def _function(self, function: RewardFunction | str) -> Function:
-        """The function as it travels; the latest ones are kept, so that a notebook's is copied once and not per call."""
+        """The function as it travels; the latest are kept, so that a notebook's is copied once and not per call."""
         try:
             known = self._functions.get(function)
         except TypeError:  # an unhashable callable object
@@ -226,7 +228,7 @@ class RewardPool:
         self._replace(handle, RewardWorkerDied(message))
 
     def _replace(self, handle: Handle, error: RewardError) -> None:
-        """Drop a worker: its running call gets the error and the rest wait for others; one that never started fails all."""
+        """Drop a worker: its running call fails and the rest wait for others; one that never started fails all."""
         self._handles.remove(handle)
         self._end(handle)
         failed = list(self._pending) if handle.phase == "start" else list(handle.calls)[:1]

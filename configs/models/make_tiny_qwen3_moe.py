@@ -16,7 +16,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
 
 INSTRUCTION = "Spell this word backward (example: sun -> nus): "
-"""Fixed part of every prompt of reasoning-gym's ``spell_backward``: one token, so a prompt is it and the word's letters."""
+"""Fixed part of every prompt of reasoning-gym's ``spell_backward``: one token, so a prompt is it and the word."""
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
 CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
