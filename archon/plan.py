@@ -72,14 +72,14 @@ def plan_memory(
     size, width = count_parameters(config), COMPUTE_BYTES[dtype]
     trains = optimizer is not None
     copy = 0 if dtype == "float32" else size * width
+    tile = min(max(TILE_ELEMENTS, config.vocab_size), tokens_per_mb * config.vocab_size)
     return MemoryPlan(
         parameters=size * _FP32,
         gradients=size * _FP32 if trains else 0,
         optimizer=size * _FP32 * _OPTIMIZER_STATES[optimizer],
         compute_copy=copy,
         activations=tokens_per_mb * activation_bytes_per_token(config, width, recompute) if trains else 0,
-        lm_head=_FP32 * _TILES_IN_BACKWARD * max(TILE_ELEMENTS, config.vocab_size)
-        + (_FP32 * config.vocab_size * config.hidden_size if trains else 0),
+        lm_head=_FP32 * (_TILES_IN_BACKWARD * tile + (config.vocab_size * config.hidden_size if trains else 0)),
         engine_weights=size * width if kv_cache_tokens else 0,
         staged_weights=size * width if kv_cache_tokens else 0,
         kv_cache=kv_cache_tokens * kv_bytes_per_token(config, width),

@@ -95,8 +95,10 @@ def _exit_codes() -> Iterator[None]:
         raise typer.Exit(1) from None
     except Exception as error:
         from areal.config import ConfigError
+        from areal.datasets import DatasetError
+        from areal.models import ModelNotFound
 
-        if isinstance(error, ConfigError):
+        if isinstance(error, ConfigError | DatasetError | ModelNotFound):
             print(f"bad configuration\n{error}", file=sys.stderr)
             raise typer.Exit(2) from None
         traceback.print_exc()

@@ -9,9 +9,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from archon.layout import parse_backend
-from areal.config_loader import ConfigError, load_object, load_tree, resolved_yaml, validate
+from areal.config_loader import ConfigError, blame, load_object, load_tree, resolved_yaml, validate
 
-__all__ = ["Config", "ConfigError", "load_config", "load_object", "resolved_yaml"]
+__all__ = ["Config", "ConfigError", "blame", "load_config", "load_object", "resolved_yaml"]
 
 IMPORT_PATH = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$"
 FOLDER_NAME = r"^[\w][\w.\-]*$"
@@ -132,7 +132,7 @@ class ActorConfig(Section):
     ``overlong_tokens`` of the completion budget. ``rejection_sampling: null`` keeps every token.
     """
 
-    path: str = Field(min_length=1, description="a Hugging Face folder, or the name of a known model")
+    path: str = Field(min_length=1, description="a Hugging Face folder, a hub id, or package:NAME")
     init_from_scratch: bool = False
     backend: str = "archon:d1"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -226,9 +226,9 @@ class RolloutConfig(Section):
 
 
 class DatasetConfig(Section):
-    """Rows: a folder, file, hub name or task, and what its loader takes."""
+    """Rows of one split: see ``areal.datasets.load`` for what ``path`` and ``dataset_kwargs`` may be."""
 
-    path: str = Field(min_length=1, description="a folder, a file, a hub name or reasoning-gym/<task>")
+    path: str = Field(min_length=1, description="reasoning_gym/<task>, a file, a folder or a hub id")
     split: str = Field("train", min_length=1)
     dataset_kwargs: dict[str, Any] = {}
 
@@ -245,6 +245,12 @@ class TrainDatasetConfig(PromptDatasetConfig):
 
     batch_size: int = Field(8, gt=0)
     shuffle: bool = True
+
+
+class ValidDatasetConfig(PromptDatasetConfig):
+    """Held-out prompts, which no training step sees."""
+
+    split: str = Field("test", min_length=1)
 
 
 class WarmStartConfig(Section):
@@ -320,7 +326,7 @@ class Config(Section):
     dynamic_filter_fn: str | None = Field(None, pattern=IMPORT_PATH)
     dynamic_bs: bool = False
     train_dataset: TrainDatasetConfig
-    valid_dataset: PromptDatasetConfig | None = None
+    valid_dataset: ValidDatasetConfig | None = None
     warm_start: WarmStartConfig | None = None
     saver: TimerConfig = TimerConfig()
     evaluator: EvaluatorConfig = EvaluatorConfig()

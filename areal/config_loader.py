@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -82,6 +83,15 @@ def load_object(key: str, path: str) -> Any:
         hint = f"; did you mean {module_name}.{near[0]}?" if near else ""
         raise ConfigError(f"{key} = {path!r}: module {module_name} has no {attribute!r}{hint}")
     return getattr(module, attribute)
+
+
+@contextmanager
+def blame(key: str, value: object, *errors: type[Exception]) -> Iterator[None]:
+    """Turn errors about the thing that a key names into a ConfigError that says which key that is."""
+    try:
+        yield
+    except errors as error:
+        raise ConfigError(f"{key} = {value!r}: {error}") from error
 
 
 def _defaults(schema: type[BaseModel]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from archon.models.config import ModelConfig
 from archon.plan import COMPUTE_BYTES, MemoryPlan, count_parameters, kv_bytes_per_token, plan_memory
-from areal.config import Config, ConfigError
+from areal.config import Config, ConfigError, blame
 
 DEFAULT_KV_BYTES = 2**28
 """Cache of the embedded engine where the recipe does not size it."""
@@ -111,16 +111,20 @@ def print_dry_run(config: Config) -> None:
 
 def _measure(config: Config) -> tuple[ModelConfig, int, list[int]]:
     """The policy's shape, the number of prompts, and the tokens of the first of them."""
-    from areal.datasets import load
-    from areal.models import load_tokenizer, resolve_model
-    from areal.rollout.workflow import render
+    from areal.datasets import DatasetError, load
+    from areal.models import ModelNotFound, load_tokenizer, render, resolve_model
 
-    cache, section = config.run_dir / "models", config.train_dataset
-    folder = resolve_model(config.actor.path, cache)
-    tokenizer = load_tokenizer(
-        folder if config.tokenizer_path == config.actor.path else resolve_model(config.tokenizer_path, cache)
-    )
-    rows = load(section.path, section.split, dataset_kwargs=section.dataset_kwargs).rows
+    path, section, cache = config.actor.path, config.train_dataset, config.run_dir / "models"
+    with blame("actor.path", path, ModelNotFound):
+        folder = resolve_model(path, cache)
+    with blame("actor.path", path, FileNotFoundError, ValueError):
+        shape = ModelConfig.from_folder(folder)
+    with blame("tokenizer_path", config.tokenizer_path, ModelNotFound):
+        tokenizer = load_tokenizer(
+            folder if config.tokenizer_path == path else resolve_model(config.tokenizer_path, cache)
+        )
+    with blame("train_dataset.path", section.path, DatasetError):
+        rows = load(section.path, section.split, dataset_kwargs=section.dataset_kwargs).rows
     measured = [len(render(tokenizer, row["messages"])) for row in rows[:_ROWS_MEASURED]]
     lengths = [length for length in measured if length <= (section.max_length or length)]
     if not lengths:
@@ -128,7 +132,7 @@ def _measure(config: Config) -> tuple[ModelConfig, int, list[int]]:
             f"train_dataset.max_length = {section.max_length}: every measured prompt is longer, the shortest of "
             f"{min(measured)} tokens"
         )
-    return ModelConfig.from_folder(folder), len(rows), lengths
+    return shape, len(rows), lengths
 
 
 def _counts(config: Config, found: DryRun) -> list[tuple[str, str, str]]:
@@ -162,6 +166,7 @@ def _memory(memory: MemoryPlan) -> list[tuple[str, str, str]]:
         "kv_cache": "of the rollout engine",
     }
     rows = [(name.replace("_", " "), gibibytes(getattr(memory, name)), note) for name, note in notes.items()]
+    rows = [row for row in rows if not row[1].startswith("0.0 ")]
     return [*rows, ("together", gibibytes(memory.total), "on top of Python and its libraries")]
 
 

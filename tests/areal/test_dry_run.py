@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from typer.testing import CliRunner
 
 from archon.batch import PackedBatch, micro_batches, mini_batches
 from archon.models.config import ModelConfig, RopeConfig
 from areal import dry_run
+from areal.cli import run_app
 from areal.config import load_config
 from areal.inference import embedded
 
@@ -68,3 +74,54 @@ def test_cache_is_what_the_embedded_engine_takes_by_default() -> None:
 @pytest.mark.parametrize(("size", "text"), [(3 * 2**29, "1.50 GiB"), (2**20 // 2, "0.5 MiB")])
 def test_sizes(size: int, text: str) -> None:
     assert dry_run.gibibytes(size) == text
+
+
+TINY = Path(__file__).parents[2] / "configs" / "models" / "tiny_qwen3_moe"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    rows = [{"question": "reverse " + "abcdef"[: 1 + i % 6], "answer": "x"} for i in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    content = {
+        "experiment_name": "x",
+        "cluster": {"fileroot": str(tmp_path / "runs")},
+        "actor": {"path": str(TINY)},
+        "train_dataset": {"path": str(tmp_path / "rows.jsonl"), "batch_size": 4},
+        "gconfig": {"n_samples": 2, "max_new_tokens": 8},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def test_a_real_recipe_prints_its_plan_and_writes_nothing(recipe: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(run_app, [str(recipe), "--dry-run"])
+    assert result.exit_code == 0, result.output
+    printed = dict(re.findall(r"^([a-z][a-z -]+?)  +([\d,.]+(?: [MG]iB)?) ", result.stdout, re.MULTILINE))
+    assert printed["prompts per step"] == "4" and printed["samples per step"] == "8"
+    assert printed["training steps"] == printed["optimizer updates"] == "5"
+    config = json.loads((TINY / "config.json").read_text())
+    assert int(printed["model parameters"].replace(",", "")) > config["vocab_size"] * config["hidden_size"]
+    for name in ("parameters", "gradients", "optimizer", "compute copy", "activations", "kv cache", "together"):
+        assert printed[name].endswith("iB")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("actor.path={tmp}", ["actor.path", "has no config.json"]),
+        ("tokenizer_path={tmp}", ["tokenizer_path"]),
+        ("train_dataset.path={tmp}/absent.jsonl", ["train_dataset.path", "absent.jsonl"]),
+        ("train_dataset.max_length=1", ["train_dataset.max_length = 1", "longer"]),
+    ],
+)
+def test_what_does_not_exist_is_named_with_its_key(
+    recipe: Path, tmp_path: Path, override: str, parts: list[str]
+) -> None:
+    result = CliRunner().invoke(run_app, [str(recipe), "--dry-run", override.format(tmp=tmp_path)])
+    assert result.exit_code == 2, result.output
+    for part in parts:
+        assert part in result.stderr
+    assert "Traceback" not in result.stderr
