@@ -12,6 +12,7 @@ from areal.rollout.executor import RolloutExecutor
 from areal.rollout.journal import Journal
 from areal.rollout.loop import LoopThread
 from areal.rollout.prompts import PromptSource
+from areal.rollout.recovery import recover
 from areal.rollout.staleness import StalenessGate
 from areal.rollout.trajectory import Trajectory
 
@@ -67,6 +68,8 @@ def rollout(
         loop=loop, journal=journal, source=source, gate=gate, run_episode=run_episode, **(defaults | options)
     )
     try:
+        if journal.resumed:
+            recover(journal, version)
         executor.start(version)
         yield executor, journal
     finally:

@@ -330,13 +330,14 @@ def test_recovered_groups_are_used_first(tmp_path: Path) -> None:
 
 
 def test_recovered_groups_that_are_too_old_are_sampled_again(tmp_path: Path) -> None:
-    with rollout(tmp_path, plain_episode, count=4, batch=2, eta=1, stop_reason="signal") as (_, journal):
-        while journal.counts().get("prompt/complete", 0) < 4:
+    with rollout(tmp_path, plain_episode, count=6, batch=2, eta=2, stop_reason="signal") as (executor, journal):
+        while journal.counts().get("prompt/complete", 0) < 6:
             time.sleep(0.01)
-    with rollout(tmp_path, plain_episode, count=4, batch=2, eta=1, version=2) as (executor, journal):
+        train(executor, journal, steps=1)
+    with rollout(tmp_path, plain_episode, count=6, batch=2, eta=0, version=1) as (executor, journal):
         assert executor.stats()["rollout/abandoned/too_old"] == 4
-        batch = executor.next_batch(2)
-        assert batch is not None and [group.group_id for group in batch.groups] == ["0.1", "1.1"]
+        batch = executor.next_batch(1)
+        assert batch is not None and [group.group_id for group in batch.groups] == ["2.1", "3.1"]
         assert journal.counts()["trajectory/dropped/too_old"] == 8
 
 
@@ -358,7 +359,7 @@ def test_runs_with_failures_rejections_tails_and_restarts(
         draw = random.Random(f"{seed} {task.episode_id}")
         await asyncio.sleep(0.05 if draw.random() < 0.1 else 0.003 * draw.random())
         fate = draw.random()
-        if fate < 0.06:
+        if fate < 0.03:
             raise ValueError("unlucky")
         return None if fate < 0.12 else trajectory()
 
@@ -369,14 +370,13 @@ def test_runs_with_failures_rejections_tails_and_restarts(
             folder, episode, count=count, batch=batch, eta=eta, dynamic_bs=dynamic_bs, shuffle=True, version=version,
             max_concurrent=8, max_attempts=4, stop_reason="run_ended" if last else "signal",
         ) as (executor, journal):  # fmt: skip
-            recover(journal, version)
             steps = rng.randint(0, 4)
             while last or steps:
                 steps -= 1
                 try:
                     taken = executor.next_batch(version)
                 except WorkflowFailure as failure:
-                    assert "no prompt gave anything" in str(failure) or failure.failures
+                    assert "no prompt gave anything" in str(failure)
                     break
                 if taken is None:
                     break
