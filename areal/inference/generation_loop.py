@@ -129,8 +129,8 @@ class GenerationLoop:
     # In the generation thread.
 
     def add(self, running: Running) -> None:
-        self.running[running.request.request_id] = running
         self._schedule(running)
+        self.running[running.request.request_id] = running
 
     def end(self, request_ids: Iterable[str]) -> None:
         """End requests with what they have and reason ``abort``; ids that do not run ended by themselves."""
@@ -167,6 +167,8 @@ class GenerationLoop:
         failure = None
         try:
             if self._num_threads is not None:
+                # A thread takes the default when it first asks, which must not come after its own number.
+                torch.get_num_threads()
                 torch.set_num_threads(self._num_threads)
             while self._run_commands():
                 started = time.perf_counter()
@@ -215,7 +217,8 @@ class GenerationLoop:
             self._stopping, self.failure = True, failure
             commands, self._commands = self._commands, deque()
         for future, _ in commands:
-            future.set_exception(failure or _stopped())
+            if future.set_running_or_notify_cancel():
+                future.set_exception(failure or _stopped())
         last = [(running, failure or running.cut(self.version, "abort")) for running in self.running.values()]
         self.running.clear()
         self._deliver(last)
