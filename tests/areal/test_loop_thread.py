@@ -65,7 +65,8 @@ def test_an_exit_inside_a_task_is_reported() -> None:
     async def leave() -> None:
         raise SystemExit(3)
 
-    loop.call(lambda: loop.loop.create_task(leave()))
+    tasks: list[asyncio.Task[None]] = []
+    loop.call(lambda: tasks.append(loop.loop.create_task(leave())))
     assert told.wait(5)
-    assert isinstance(reported[0], SystemExit)
+    assert reported == [tasks[0].exception()] and isinstance(reported[0], SystemExit)
     loop.stop(5)

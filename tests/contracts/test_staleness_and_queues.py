@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from pathlib import Path
@@ -133,3 +134,27 @@ def test_counters_are_not_reset_by_reading(tmp_path: Path) -> None:
         first, second = executor.stats(), executor.stats()
         assert first == second
         assert first["rollout/groups/complete"] == 4 and first["rollout/groups_queued_seconds"] > 0
+
+
+def test_two_hundred_steps_keep_nothing_in_memory(tmp_path: Path) -> None:
+    def alive() -> int:
+        gc.collect()
+        return sum(type(thing) is Trajectory for thing in gc.get_objects())
+
+    before = alive()
+    with rollout(tmp_path, episode, count=400, batch=2, eta=1, n_samples=2) as (executor, journal):
+        version = 0
+        while (batch := executor.next_batch(version)) is not None:
+            journal.record_batch(version, batch.trajectory_ids, batch.seed)
+            journal.finish_batch(version, "d")
+            version += 1
+            Serving.version = version
+            executor.set_version(version)
+            if version % 50 == 0:
+                journal.record_checkpoint(version, "d", f"step_{version}")
+                journal.prune(version)
+                # The batch in hand, and at most (eta + 1) batches of two groups of two.
+                assert alive() - before <= (1 + 1 + 1) * 4
+        assert version == 200
+        with journal.transaction() as db:
+            assert db.execute("SELECT count(*) FROM trajectory WHERE blob IS NOT NULL").fetchone() == (0,)
