@@ -25,7 +25,7 @@ from areal.inference.deterministic import DeterministicWaves
 from areal.inference.embedded import EmbeddedBackend
 from areal.metrics.console import ProgressView
 from areal.metrics.logger import read_metrics
-from areal.models import load_tokenizer, resolve_model
+from areal.models import ModelNotFound, answer_ids, load_tokenizer, render, resolve_model
 from areal.rewards.pool import RewardPool
 from areal.rollout.episodes import EpisodeTask
 from areal.rollout.errors import RejectedPrompt
