@@ -19,7 +19,7 @@ class Packing:
     One object rather than tensor arguments, so that a mixed-precision wrapper of a layer leaves the fp32 tables alone.
 
     Attributes:
-        cos, sin: ``[T, 1, head_dim / 2]`` fp32 rotary tables.
+        cos, sin: ``[T, 1, head_dim]`` fp32 rotary tables.
         documents: borders of the packed documents.
     """
 

@@ -31,9 +31,10 @@ def _llama3(rope: RopeConfig, inverse: Tensor) -> Tensor:
 
 
 def cos_sin(rope: RopeConfig, head_dim: int, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine ``[T, 1, head_dim / 2]`` fp32 of ``position_ids [T]``, to broadcast over heads."""
+    """Tables ``[T, 1, head_dim]`` fp32 for ``rotate``, of ``position_ids [T]``, to broadcast over heads."""
     angles = position_ids[:, None, None].float() * frequencies(rope, head_dim, position_ids.device)
-    return angles.cos(), angles.sin()
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
 def rotate(x_THd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -41,7 +42,7 @@ def rotate(x_THd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         x_THd: ``[T, H, d]`` any float dtype; computed in fp32.
-        cos, sin: ``[T, 1, d/2]`` fp32, without gradient.
+        cos, sin: ``[T, 1, d]`` fp32 tables of ``cos_sin``, without gradient.
 
     Returns:
         ``[T, H, d]`` in the dtype of x.
@@ -64,9 +65,5 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turn(x_THd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x_THd.chunk(2, dim=-1)
-    out = torch.empty_like(x_THd, memory_format=torch.contiguous_format)
-    out_first, out_second = out.chunk(2, dim=-1)
-    out_first.copy_(first * cos - second * sin)
-    out_second.copy_(second * cos + first * sin)
-    return out
+    swapped = x_THd.roll(x_THd.shape[-1] // 2, dims=-1)
+    return torch.addcmul(x_THd * cos, swapped, sin).to(x_THd.dtype)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from archon_kernels.dispatch import choose
 
-TILE_ELEMENTS = 1 << 22
-"""Logits held at a time: 16 MiB in fp32. Smaller tiles stay in cache, larger ones feed wider matrix units."""
+TILE_ELEMENTS = 1 << 23
+"""Logits in a tile: 32 MiB in fp32. Smaller tiles make thin matrix products, larger ones leave the cache."""
 
 
 def linear_logprob(
@@ -67,15 +67,20 @@ class _LinearLogprob(torch.autograd.Function):
         tile_elements: int,
     ) -> tuple[Tensor, Tensor | None]:
         dtype = torch.promote_types(hidden_MD.dtype, torch.float32)
-        tile = max(1, tile_elements // weight_VD.shape[0])
+        tile = max(1, min(tile_elements // weight_VD.shape[0], targets_M.shape[0]))
         logprobs, logsumexp, entropy = (hidden_MD.new_empty(targets_M.shape, dtype=dtype) for _ in range(3))
+        buffers = _tile_buffers(tile, weight_VD, dtype)
         for rows in _tiles(targets_M.shape[0], tile):
-            scores = _scores(hidden_MD[rows], weight_VD, temperature, rows, dtype)
-            logsumexp[rows] = scores.logsumexp(-1)
-            logprobs[rows] = scores.gather(-1, targets_M[rows, None]).squeeze(-1) - logsumexp[rows]
+            scores, p = (buffer[: rows.stop - rows.start] for buffer in buffers)
+            _scores(hidden_MD, weight_VD, temperature, rows, out=scores)
+            peak = scores.amax(-1)
+            torch.exp(scores.sub_(peak[:, None]), out=p)
+            total = p.sum(-1)
+            log_total = total.log()
+            logsumexp[rows] = peak + log_total
+            logprobs[rows] = scores.gather(-1, targets_M[rows, None]).squeeze(-1) - log_total
             if with_entropy:
-                scores.sub_(logsumexp[rows, None])
-                entropy[rows] = -scores.exp().mul_(scores).sum(-1)
+                entropy[rows] = log_total - p.mul_(scores).sum(-1) / total
         ctx.save_for_backward(hidden_MD, weight_VD, targets_M, temperature, logsumexp, entropy)
         ctx.tile = tile
         ctx.set_materialize_grads(False)
@@ -88,10 +93,11 @@ class _LinearLogprob(torch.autograd.Function):
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden_MD) if need_hidden else None
         grad_weight = torch.zeros_like(weight_VD, dtype=logsumexp.dtype) if need_weight else None
+        buffers = _tile_buffers(ctx.tile, weight_VD, logsumexp.dtype)
         for rows in _tiles(targets_M.shape[0], ctx.tile):
-            log_p = _scores(hidden_MD[rows], weight_VD, temperature, rows, logsumexp.dtype)
-            log_p.sub_(logsumexp[rows, None])
-            p = log_p.exp()
+            log_p, p = (buffer[: rows.stop - rows.start] for buffer in buffers)
+            _scores(hidden_MD, weight_VD, temperature, rows, out=log_p)
+            torch.exp(log_p.sub_(logsumexp[rows, None]), out=p)
             # d logprob = onehot - p;  d entropy = -p (log p + entropy)
             pull = torch.zeros_like(logsumexp[rows, None])
             if grad_entropy is not None:
@@ -106,7 +112,9 @@ class _LinearLogprob(torch.autograd.Function):
             grad_logits = grad_scores.to(hidden_MD.dtype)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight_VD, out=grad_hidden[rows])
-            if grad_weight is not None:
+            if grad_weight is not None and grad_weight.dtype == grad_logits.dtype:
+                grad_weight.addmm_(grad_logits.t(), hidden_MD[rows])
+            elif grad_weight is not None:
                 grad_weight += grad_logits.t() @ hidden_MD[rows]
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight_VD.dtype), None, None, None, None
 
@@ -115,7 +123,16 @@ def _tiles(rows: int, tile: int) -> list[slice]:
     return [slice(start, min(start + tile, rows)) for start in range(0, rows, tile)]
 
 
-def _scores(hidden: Tensor, weight_VD: Tensor, temperature: Tensor | None, rows: slice, dtype: torch.dtype) -> Tensor:
-    """Logits of some rows divided by their temperature, ``[rows, V]`` in ``dtype``."""
-    scores = (hidden @ weight_VD.t()).to(dtype)
-    return scores if temperature is None else scores.div_(temperature[rows, None])
+def _tile_buffers(tile: int, weight_VD: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Two tiles ``[tile, V]`` that every step reuses: fresh ones would cost more in page faults than in arithmetic."""
+    return [weight_VD.new_empty(tile, weight_VD.shape[0], dtype=dtype) for _ in range(2)]
+
+
+def _scores(hidden_MD: Tensor, weight_VD: Tensor, temperature: Tensor | None, rows: slice, out: Tensor) -> None:
+    """Write logits of some rows, divided by their temperature, into ``out [rows, V]``."""
+    if out.dtype == hidden_MD.dtype:
+        torch.mm(hidden_MD[rows], weight_VD.t(), out=out)
+    else:
+        out.copy_(hidden_MD[rows] @ weight_VD.t())
+    if temperature is not None:
+        out.div_(temperature[rows, None])
