@@ -26,8 +26,8 @@ def load_table(path: str, split: str, options: Mapping[str, Any]) -> Dataset:
         path: see ``areal.datasets.load``.
         split: of a folder or hub dataset; a file is one split whatever this says.
         options: ``prompt_column`` (else the first of ``messages``, ``prompt``, ``question`` in the row), holding
-            text or messages; ``answer_column`` (else ``answer``, where there is one); ``suffix``, added to a prompt given as
-            text; ``system_prompt``; ``size``, of a leading part; ``name``, the hub dataset's configuration.
+            text or messages; ``answer_column`` (else ``answer``, where there is one); ``suffix``, added to a text
+            prompt; ``system_prompt``; ``size``, of a leading part; ``name``, the hub dataset's configuration.
 
     Raises:
         DatasetError: no such file, split or key; a line that is no JSON object; a row without the asked column.
@@ -97,6 +97,10 @@ def _open(path: str, split: str, name: str | None) -> tuple[str, Records]:
         return _open_folder(local, split)
     if HUB_ID.fullmatch(path) is None or path.endswith((".jsonl", ".parquet")) or path.startswith("."):
         raise DatasetError(f"dataset {path!r} is no file, no folder and no hub id such as openai/gsm8k")
+    return _open_hub(path, split, name)
+
+
+def _open_hub(path: str, split: str, name: str | None) -> tuple[str, Records]:
     import datasets
 
     try:

@@ -16,8 +16,10 @@ from areal.datasets.dataset import Dataset, DatasetError, Row, as_messages, chec
 REWARD = "areal.rewards.reasoning_gym.reward"
 SPLITS = {"train": range(6), "warm_start": range(6, 8), "test": range(8, 10)}
 """Tenths of all questions, by a hash of the question, that belong to each split."""
-HASH_DEPENDENT = frozenset({"isomorphic_strings", "list_functions", "polynomial_multiplication", "ransom_note"})
-"""Tasks whose questions depend on Python's string hashing beside their seed: generated under a fixed one."""
+UNSEEDED = frozenset(
+    {"isomorphic_strings", "knight_swap", "list_functions", "polynomial_multiplication", "ransom_note", "word_ladder"}
+)
+"""Tasks whose entries depend on more than their seed: Python's string hashing, or its global random generator."""
 
 PATIENCE = 1000
 """Repeated questions in a row, beyond ten times those seen, after which a task is taken to have no more."""
@@ -56,7 +58,7 @@ def load_task(task: str, split: str, options: Mapping[str, Any]) -> Dataset:
         reasoning_gym.create_dataset(task, size=1, seed=seed, **config)
     except (AssertionError, ValueError, TypeError) as error:
         raise DatasetError(f"task {task} refuses dataset_kwargs {config}: {error}") from error
-    entries = _draw_elsewhere(task, split, size, seed, config) if task in HASH_DEPENDENT else None
+    entries = _draw_elsewhere(task, split, size, seed, config) if task in UNSEEDED else None
     return Dataset(
         [
             {
@@ -104,7 +106,7 @@ def draw(task: str, split: str, size: int, seed: int, config: Mapping[str, Any])
 
 
 def _draw_elsewhere(task: str, split: str, size: int, seed: int, config: Mapping[str, Any]) -> list[Row]:
-    """``draw`` in a process whose string hashing is fixed, so that every run and resume sees the same rows."""
+    """``draw`` in a process whose hashing and random generator are fixed, so that a resumed run sees the same rows."""
     request = json.dumps([task, split, size, seed, config])
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _CHILD, json.dumps(sys.path), request],
@@ -119,7 +121,8 @@ def _draw_elsewhere(task: str, split: str, size: int, seed: int, config: Mapping
 
 
 _CHILD = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from areal.datasets.tasks import draw; "
+    "import sys, json, random; sys.path[:] = json.loads(sys.argv[1]); random.seed(0); "
+    "from areal.datasets.tasks import draw; "
     "print('\\n' + json.dumps(draw(*json.loads(sys.argv[2]))))"
 )
 
