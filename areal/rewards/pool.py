@@ -120,12 +120,12 @@ class RewardPool:
     async def _submit(
         self, loop: asyncio.AbstractEventLoop, function: RewardFunction | str, arguments: Any, named: Any
     ) -> float:
-        entry = self._function(function)
         try:
+            entry = self._function(function)
             packed = pickle.dumps((arguments, named), protocol=pickle.HIGHEST_PROTOCOL)
-        except Exception as error:
+        except Exception as error:  # pickling runs the code of whatever is pickled
             self._counts["errors"] += 1
-            raise RewardError(f"the arguments of reward function {entry.name} cannot be sent: {error}") from error
+            raise RewardError(f"{name_of(function)} or its arguments cannot be sent to a worker: {error}") from error
         call = Call(next(self._ids), entry, packed, loop.create_future())
         self._pending.append(call)
         self.available()

@@ -167,8 +167,8 @@ class Episode:
             RejectedPrompt: ``prompt_too_long``, beyond ``max_prompt_tokens`` or what the engine holds.
         """
         input_ids = render(self.tokenizer, messages)
-        limit = self.max_prompt_tokens if self.max_prompt_tokens is not None else self.max_tokens - 1
-        if len(input_ids) > min(limit, self.max_tokens - 1):
+        limit = min(self.max_prompt_tokens or self.max_tokens, self.max_tokens - 1)
+        if len(input_ids) > limit:
             raise self._too_long(len(input_ids), limit)
         return input_ids
 

@@ -55,9 +55,9 @@ class MultiTurnWorkflow:
                 generation.token_ids,
                 **data,
             )
-            following = episode.render_next(transcript, self.feedback)
             if reward >= self.success or turn + 1 == self.max_turns:
                 break
+            following = episode.render_next(transcript, self.feedback)
             if not episode.has_room(transcript.input_ids + following):
                 break
             transcript.give(following)

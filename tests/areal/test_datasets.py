@@ -48,7 +48,7 @@ def test_splits_of_a_task_share_no_question_whatever_their_parameters(task):
         for seed in (index, 7):
             rows = load(f"reasoning-gym:{task}", split, dataset_kwargs={"size": sizes[task], "seed": seed})
             texts = [row["messages"][-1]["content"].casefold() for row in rows]
-            assert len(set(row["id"] for row in rows)) == sizes[task]
+            assert len({row["id"] for row in rows}) == sizes[task]
             questions.setdefault(split, set()).update(texts)
     for first in SPLITS:
         for second in SPLITS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -171,8 +172,10 @@ def test_a_missing_function_is_named(user_module):
 
 def test_arguments_that_cannot_be_sent_are_an_error_of_that_call():
     async def use(pool: RewardPool):
-        with pytest.raises(RewardError, match="arguments of reward function .* cannot be sent"):
-            await pool.call(lambda x: 1.0, lambda: 0)
+        lock = threading.Lock()
+        for function, argument in ((lambda x: 1.0, lock), (lambda x: lock is None, 0)):
+            with pytest.raises(RewardError, match="lambda> or its arguments cannot be sent to a worker: cannot pickle"):
+                await pool.call(function, argument)
         return await pool.call(lambda x: 1.0, 0)
 
     assert run(with_pool(use, workers=1)) == 1.0
