@@ -202,7 +202,7 @@ class RolloutConfig(Section):
     """Where and how episodes run. Timeouts are in seconds.
 
     ``max_head_offpolicyness``: versions a trained token may be old; 0 is synchronous. ``max_concurrent_rollouts``:
-    episodes at once; null runs all that are admitted. ``num_threads``: of the embedded engine; null is torch's choice.
+    episodes at once; null runs all that are admitted. ``num_threads``: of the embedded engine; null divides the cores.
     ``kv_cache_tokens``: room of its cache; null takes 256 MiB. ``max_model_len``: null is the model's.
     """
 
@@ -236,7 +236,6 @@ class DatasetConfig(Section):
 class PromptDatasetConfig(DatasetConfig):
     """Rows that become prompts. ``max_length``: tokens of a prompt; longer ones are rejected by name."""
 
-    type: Literal["rl"] = "rl"
     max_length: int | None = Field(None, gt=0)
 
 

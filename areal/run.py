@@ -13,11 +13,14 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from archon.engine import Engine
 from archon.layout import parse_backend
 from archon.losses import LossSpec
 from archon.optim import OptimizerConfig
-from areal.config import Config, load_object, resolved_yaml
+from areal.config import Config, ConfigError, load_object, resolved_yaml
+from areal.config_loader import blame
 from areal.datasets import Dataset, load
 from areal.evaluation import evaluate
 from areal.inference.backend import Backend, BackendError
@@ -28,7 +31,7 @@ from areal.metrics.logger import read_metrics
 from areal.models import ModelNotFound, answer_ids, load_tokenizer, render, resolve_model
 from areal.rewards.pool import RewardPool
 from areal.rollout.episodes import EpisodeTask
-from areal.rollout.errors import RejectedPrompt
+from areal.rollout.errors import RejectedPrompt, Row
 from areal.rollout.executor import RolloutExecutor
 from areal.rollout.journal import Journal
 from areal.rollout.loop import LoopThread
@@ -36,7 +39,8 @@ from areal.rollout.prompts import PromptSource
 from areal.rollout.staleness import StalenessGate
 from areal.rollout.trajectory import Trajectory
 from areal.rollout.workflow import Episode, GenerationConfig, Workflow
-from areal.warm_start import warm_start, supervised_row
+from areal.threads import share_cores
+from areal.warm_start import supervised_row, warm_start
 from areal.weights.canary import TOLERANCE, canary_batch, check_canary
 from areal.weights.update import update_weights
 
@@ -82,6 +86,10 @@ class Run:
         self.folder = config.run_dir
         self._given_workflow, self._given_reward = workflow, reward_fn
         self._given_rows = {"train": train_rows, "valid": valid_rows}
+        rollout = config.rollout
+        trainer_threads, self._engine_threads = share_cores(rollout.max_head_offpolicyness, rollout.num_threads)
+        if trainer_threads is not None:
+            torch.set_num_threads(trainer_threads)
         self.view = ProgressView()
         self.journal = Journal.open(self.folder, config_digest(config))
         (self.folder / "config.yaml").write_text(resolved_yaml(config))
@@ -108,13 +116,16 @@ class Run:
 
     @cached_property
     def model_folder(self) -> Path:
-        return resolve_model(self.config.actor.path, self.folder / "models")
+        with blame("actor.path", self.config.actor.path, ModelNotFound):
+            return resolve_model(self.config.actor.path, self.folder / "models")
 
     @cached_property
     def tokenizer(self) -> Any:
         if self.config.tokenizer_path == self.config.actor.path:
-            return load_tokenizer(self.model_folder)
-        return load_tokenizer(resolve_model(self.config.tokenizer_path, self.folder / "models"))
+            with blame("actor.path", self.config.actor.path, ModelNotFound):
+                return load_tokenizer(self.model_folder)
+        with blame("tokenizer_path", self.config.tokenizer_path, ModelNotFound):
+            return load_tokenizer(resolve_model(self.config.tokenizer_path, self.folder / "models"))
 
     @cached_property
     def train_data(self) -> Dataset:
@@ -127,7 +138,7 @@ class Run:
     def _data(self, which: str) -> Dataset:
         rows = self._given_rows[which]
         if rows is not None:
-            return Dataset(list(rows), None)
+            return Dataset([dict(row) for row in rows])
         section = self.config.train_dataset if which == "train" else self.config.valid_dataset
         assert section is not None
         return load(section.path, section.split, dataset_kwargs=section.dataset_kwargs)
@@ -157,16 +168,17 @@ class Run:
 
     def _engine(self, folder: Path, optimizer: OptimizerConfig, init_from_scratch: bool) -> Engine:
         actor = self.config.actor
-        return Engine.from_pretrained(
-            folder,
-            layout=parse_backend(actor.backend)[1],
-            optimizer=optimizer,
-            dtype=actor.dtype,
-            max_tokens_per_mb=actor.mb_spec.max_tokens_per_mb,
-            recompute=actor.gradient_checkpointing,
-            init_from_scratch=init_from_scratch,
-            seed=self.config.seed,
-        )
+        with blame("actor.path", actor.path, FileNotFoundError, ValueError):
+            return Engine.from_pretrained(
+                folder,
+                layout=parse_backend(actor.backend)[1],
+                optimizer=optimizer,
+                dtype=actor.dtype,
+                max_tokens_per_mb=actor.mb_spec.max_tokens_per_mb,
+                recompute=actor.gradient_checkpointing,
+                init_from_scratch=init_from_scratch,
+                seed=self.config.seed,
+            )
 
     def _warm_start(self) -> Path:
         """Train a throw-away engine on (prompt, answer) rows and export it; returns the folder."""
@@ -226,7 +238,7 @@ class Run:
             dtype=self.config.actor.dtype,
             max_model_len=rollout.max_model_len,
             kv_cache_tokens=rollout.kv_cache_tokens,
-            num_threads=rollout.num_threads,
+            num_threads=self._engine_threads,
             seed=self.config.seed,
             deterministic=rollout.deterministic_sampling,
         )
@@ -316,7 +328,7 @@ class Run:
             order=task.order,
             is_eval=False,
         )
-        return await self.workflow.run(dict(task.prompt.data), episode=episode)
+        return await self.workflow.run(Row(task.prompt.data), episode=episode)
 
     def _episode(self, gconfig: Any, max_prompt_tokens: int | None, **identity: Any) -> Episode:
         return Episode(
@@ -352,7 +364,7 @@ class Run:
                 order=(EVALUATION, index, sample),
                 is_eval=True,
             )
-            result = await self.workflow.run(dict(row), episode=episode)
+            result = await self.workflow.run(Row(row), episode=episode)
             trajectories = [result] if isinstance(result, Trajectory) else list(result or [])
             if not trajectories:
                 raise RejectedPrompt("empty", "the workflow returned nothing")

@@ -24,6 +24,9 @@ from areal.timers import Timer
 
 logger = logging.getLogger(__name__)
 
+SCHEDULERS = {"inline": Run}
+"""What ``scheduler.type`` chooses: how the parts of a run are placed."""
+
 
 @dataclass(frozen=True)
 class Result:
@@ -95,7 +98,7 @@ class Trainer:
             WorkflowFailure: no prompt gets anywhere; the message carries the last traceback.
         """
         began = time.monotonic()
-        with Run(self.config, **self._objects) as run:
+        with SCHEDULERS[self.config.scheduler.type](self.config, **self._objects) as run:
             if run.journal.resumed and self.config.recover.mode == "off":
                 raise ConfigError(
                     f"recover.mode = 'off': {run.folder} holds a run already; set recover.mode=auto to resume it, or "
@@ -148,7 +151,10 @@ class _Loop:
     def _replay(self) -> dict[int, dict[str, float]]:
         """Train the recorded batches after the checkpoint again; returns their metrics by step."""
         run, replayed = self.run, {}
-        for batch in recovery.recover(run.journal, run.engine.version).batches:
+        plan = recovery.recover(run.journal, run.engine.version)
+        if run.config.rollout.deterministic_sampling:
+            recovery.rewind(run.journal)
+        for batch in plan.batches:
             trajectories = run.journal.trajectories(batch.trajectory_ids)
             replayed[batch.step + 1] = self._train(trajectories) | rollout_metrics(trajectories, batch.step)
             self.digest = digest(run.engine.publish().tensors())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class RejectedPrompt(Exception):
     """Raised by a workflow for a prompt that no retry can save; it is dropped at once and counted under ``reason``.
@@ -16,6 +18,15 @@ class RejectedPrompt(Exception):
         self.reason = reason
 
 
+class Row(dict[str, Any]):
+    """A row of a dataset as workflows see it: asking for a column that it lacks rejects the prompt by name."""
+
+    def __missing__(self, column: str) -> Any:
+        raise RejectedPrompt(
+            "missing_column", f"the row {self.get('id')!r} has no column {column!r}; it has {', '.join(sorted(self))}"
+        )
+
+
 class InvalidTrajectory(ValueError):
     """A workflow returned something that cannot be trained; the message says what."""
 
@@ -24,7 +35,7 @@ class WorkflowFailure(RuntimeError):
     """The workflow cannot make progress; the message ends with the traceback of the last failed episode.
 
     Attributes:
-        failures: episodes that failed in a row, none succeeding in between.
+        failures: groups that failed in a row, no episode succeeding in between.
         last_traceback: of the last one, empty when nothing raised.
     """
 

@@ -101,7 +101,7 @@ class RolloutExecutor:
         # Owned by the loop.
         self._wake = asyncio.Event()
         self._runner = EpisodeRunner(run_episode, episode_timeout, lambda: journal.lineage, self._wake)
-        self._failures_in_a_row = 0
+        self._failed: list[int] = []  # places of the groups that failed since an episode last succeeded
         self._last_traceback = ""
         self._scheduler: asyncio.Task[None] | None = None
         self._stopped = False
@@ -285,7 +285,7 @@ class RolloutExecutor:
         if reason is None:
             assert isinstance(outcome, list)
             group.results[run.task.sample] = outcome
-            self._failures_in_a_row = 0
+            self._failed.clear()
         elif reason != "cancelled":
             self._fail_group(group, reason, error)
         return group if group.ended == group.size else None
@@ -315,16 +315,18 @@ class RolloutExecutor:
         if group.failure is None:
             group.failure, group.hopeless = reason, decided
             self._runner.cancel(group)
+            if not decided:
+                self._failed.append(group.prompt.place)
         if isinstance(error, self._fatal_errors):
             raise error
         log = logger.info if self._totals[f"episodes/{reason}"] > 1 else logger.warning
         log("episode of prompt %s failed: %s%s", group.prompt.id, reason, f": {error}" if error else "")
         self._last_traceback = "".join(traceback.format_exception(error)) if error else self._last_traceback
-        self._failures_in_a_row += not decided
-        if self._failures_in_a_row >= self._failure_limit:
+        # Many prompts, not one: a single bad prompt uses up its attempts and is dropped.
+        if len(self._failed) >= self._failure_limit and len(set(self._failed)) >= max(2, self._gate.batch_size):
             raise WorkflowFailure(
-                f"{self._failures_in_a_row} episodes in a row failed and none succeeded, the last with {reason}",
-                self._failures_in_a_row,
+                f"{len(self._failed)} groups in a row failed and no episode succeeded, the last with {reason}",
+                len(self._failed),
                 self._last_traceback,
             )
 

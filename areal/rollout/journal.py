@@ -102,6 +102,11 @@ class Journal:
                         db.execute(statement)
                     db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
                     db.execute("INSERT INTO run VALUES (0, ?, 0, 'start', ?)", (config_digest, time.time()))
+                empty = db.execute(
+                    "SELECT NOT EXISTS (SELECT 1 FROM prompt) AND NOT EXISTS (SELECT 1 FROM checkpoint)"
+                ).fetchone()[0]
+                if empty:  # it broke before it began, perhaps because of its configuration
+                    db.execute("UPDATE run SET config_digest = ?", (config_digest,))
                 journal.lineage, recorded = db.execute(
                     "SELECT lineage, config_digest FROM run ORDER BY lineage DESC LIMIT 1"
                 ).fetchone()

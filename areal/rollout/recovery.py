@@ -93,6 +93,24 @@ def new_lineage(journal: Journal, step: int, digest: str, reason: str) -> int:
     return lineage
 
 
+def rewind(journal: Journal) -> int:
+    """Undo all that was sampled for a step that was not recorded yet; returns how many prompts are leased again.
+
+    For deterministic sampling: the step begins as it began before, with all of its prompts, so that the same requests
+    share each forward of the engine and every bit comes out the same. Synchronously a step leaves no prompt open, and
+    the last prompt that it leased is one that it trained, so what comes after that one belongs to the next step.
+    """
+    with journal.transaction() as db:
+        last = db.execute("SELECT coalesce(max(place), -1) FROM trajectory WHERE step IS NOT NULL").fetchone()[0]
+        db.execute(
+            "UPDATE trajectory SET state = 'dropped', reason = 'rewound', blob = NULL WHERE place > ? AND step IS NULL",
+            (last,),
+        )
+        return db.execute(
+            "UPDATE prompt SET state = 'pending', reason = 'rewound', attempts = 0 WHERE place > ?", (last,)
+        ).rowcount
+
+
 def audit(journal: Journal, *, finished: bool = False) -> None:
     """Check that nothing is lost and nothing double.
 

@@ -190,7 +190,7 @@ def test_always_failing_workflow_stops_the_run_with_its_traceback(tmp_path: Path
         raise KeyError("answer")
 
     with rollout(tmp_path, episode, count=100, batch=4) as (executor, _):
-        with pytest.raises(WorkflowFailure, match="8 episodes in a row failed") as caught:
+        with pytest.raises(WorkflowFailure, match="8 groups in a row failed") as caught:
             executor.next_batch(0)
         assert caught.value.failures == 8
         assert 'raise KeyError("answer")' in str(caught.value) and "KeyError: 'answer'" in str(caught.value)

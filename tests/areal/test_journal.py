@@ -134,7 +134,17 @@ def test_one_process_per_folder(journal: Journal) -> None:
     reopen(journal).close()
 
 
+def test_a_run_that_broke_before_it_began_may_be_corrected(journal: Journal) -> None:
+    journal.close()
+    corrected = Journal.open(journal.folder, "corrected")
+    lease(corrected)
+    corrected.close()
+    with pytest.raises(JournalError, match="configuration corrected, this one is config"):
+        Journal.open(journal.folder, "config")
+
+
 def test_refuses_another_run_and_another_schema(journal: Journal) -> None:
+    lease(journal)
     journal.close()
     with pytest.raises(JournalError, match="configuration config, this one is other"):
         Journal.open(journal.folder, "other")
