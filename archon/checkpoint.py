@@ -37,9 +37,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) 
     tensors = _state_dict(model, optimizer)
     dcp.load(tensors, checkpoint_id=path)
     optimizers = (optimizer,) if optimizer else ()
-    set_state_dict(
-        model, optimizers, model_state_dict=tensors["model"], optim_state_dict=tensors.get("optimizer", {})
-    )
+    set_state_dict(model, optimizers, model_state_dict=tensors["model"], optim_state_dict=tensors.get("optimizer", {}))
     return json.loads((path / _STATE).read_text())
 
 

@@ -31,7 +31,7 @@ _OUTPUTS = ("logprobs", "entropy")
 
 @dataclass(frozen=True)
 class Publication:
-    """Weights on their way out: a version, and a stream of (Hugging Face disk name, CPU tensor) at the compute dtype."""
+    """Weights on their way out: a version, and a stream of (disk name, CPU tensor) at the compute dtype."""
 
     version: int
     tensors: Callable[[], Iterator[tuple[str, Tensor]]]

@@ -19,9 +19,7 @@ def data_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
         ValueError: the layout asks for more processes than one.
     """
     if layout.world_size != 1:
-        raise ValueError(
-            f"layout {layout} needs {layout.world_size} processes and the engine runs in one: use d1"
-        )
+        raise ValueError(f"layout {layout} needs {layout.world_size} processes and the engine runs in one: use d1")
     if not dist.is_initialized():
         dist.init_process_group(collectives_backend(device), store=dist.HashStore(), rank=0, world_size=1)
     return init_device_mesh(device.type, (1,), mesh_dim_names=("data",))

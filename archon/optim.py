@@ -43,7 +43,7 @@ class OptimizerConfig:
             raise ValueError(f"lr_scheduler_type {self.lr_scheduler_type!r} needs total_steps: give the run's length")
 
     def lr_at(self, step: int) -> float:
-        """Learning rate of training step ``step`` (0-based): warm-up ends, at the peak, after ``warmup_steps`` steps."""
+        """Learning rate of training step ``step`` (0-based); the last step of the warm-up is at the peak."""
         total = self.total_steps or 0
         warmup = self.warmup_steps
         if warmup is None:

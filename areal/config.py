@@ -247,9 +247,11 @@ class TrainDatasetConfig(PromptDatasetConfig):
 
 
 class ValidDatasetConfig(PromptDatasetConfig):
-    """Held-out prompts, which no training step sees."""
+    """Held-out prompts, which no training step sees. ``reward_fn`` may be stricter than the one that trains; null: the
+    same."""
 
     split: str = Field("test", min_length=1)
+    reward_fn: str | None = Field(None, pattern=IMPORT_PATH)
 
 
 class WarmStartConfig(Section):

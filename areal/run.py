@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -29,6 +29,7 @@ from areal.inference.embedded import EmbeddedBackend
 from areal.metrics.console import ProgressView
 from areal.metrics.logger import read_metrics
 from areal.models import ModelNotFound, answer_ids, load_tokenizer, render, resolve_model
+from areal.rewards.functions import RewardFunction
 from areal.rewards.pool import RewardPool
 from areal.rollout.episodes import EpisodeTask
 from areal.rollout.errors import RejectedPrompt, Row
@@ -52,10 +53,26 @@ EVALUATION = -1
 """First entry of ``order`` of a held-out episode, so that it never equals that of a training episode."""
 
 _LOSS_KEYS = (
-    "eps_clip eps_clip_higher c_clip reward_norm adv_norm reward_scaling reward_bias reward_clip "
-    "overlong_reward_penalty overlong_tokens overlong_penalty_factor mask_no_eos_with_zero discount gae_lambda "
-    "use_decoupled_loss prox_logp_method rejection_sampling loss_aggregation entropy_coef"
-).split()
+    "eps_clip",
+    "eps_clip_higher",
+    "c_clip",
+    "reward_norm",
+    "adv_norm",
+    "reward_scaling",
+    "reward_bias",
+    "reward_clip",
+    "overlong_reward_penalty",
+    "overlong_tokens",
+    "overlong_penalty_factor",
+    "mask_no_eos_with_zero",
+    "discount",
+    "gae_lambda",
+    "use_decoupled_loss",
+    "prox_logp_method",
+    "rejection_sampling",
+    "loss_aggregation",
+    "entropy_coef",
+)
 _MAY_CHANGE_ON_RESUME = {"saver", "evaluator", "recover", "stats_logger", "cluster"}
 
 
@@ -159,9 +176,7 @@ class Run:
     @cached_property
     def engine(self) -> Engine:
         """The model under training: the pretrained one, a new one, or a new one after its warm start."""
-        optimizer = OptimizerConfig(
-            **self.config.actor.optimizer.model_dump(), total_steps=self.total_steps
-        )
+        optimizer = OptimizerConfig(**self.config.actor.optimizer.model_dump(), total_steps=self.total_steps)
         if self.config.warm_start is None or self.journal.latest_checkpoint():
             return self._engine(self.model_folder, optimizer, self.config.actor.init_from_scratch)
         return self._engine(self._warm_start(), optimizer, init_from_scratch=False)
@@ -250,11 +265,33 @@ class Run:
 
     @cached_property
     def workflow(self) -> Workflow:
-        if self._given_workflow is not None:
-            return self._given_workflow
+        return self._given_workflow or self._workflow(self._reward)
+
+    @cached_property
+    def held_out_workflow(self) -> Workflow:
+        """The same, with the reward that measures held-out prompts."""
+        section = self.config.valid_dataset
+        if section is None or section.reward_fn is None or self._given_workflow is not None:
+            return self.workflow
+        return self._workflow(load_object("valid_dataset.reward_fn", section.reward_fn))
+
+    @property
+    def _reward(self) -> RewardFunction | str:
+        if self._given_reward is not None:
+            return self._given_reward
+        if self.config.reward_fn is not None:
+            return cast(RewardFunction, load_object("reward_fn", self.config.reward_fn))
+        if self.train_data.reward_fn is None:
+            raise ConfigError(
+                f"reward_fn = None: the dataset {self.config.train_dataset.path!r} brings no reward of its own; "
+                "name one by its import path"
+            )
+        return self.train_data.reward_fn
+
+    def _workflow(self, reward_fn: RewardFunction | str) -> Workflow:
         kind = load_object("workflow", self.config.workflow)
-        reward = self._given_reward or self.config.reward_fn or self.train_data.reward_fn
-        return kind(reward_fn=reward, **self.config.workflow_kwargs)
+        with blame("workflow_kwargs", self.config.workflow_kwargs, TypeError, ValueError):
+            return cast(Workflow, kind(reward_fn=reward_fn, **self.config.workflow_kwargs))
 
     @cached_property
     def executor(self) -> RolloutExecutor:
@@ -283,7 +320,9 @@ class Run:
             max_concurrent=max(samples, rollout.max_concurrent_rollouts or most),
             episode_timeout=rollout.episode_timeout,
             max_attempts=rollout.max_attempts,
-            group_filter=load_object("dynamic_filter_fn", config.dynamic_filter_fn) if config.dynamic_filter_fn else None,
+            group_filter=load_object("dynamic_filter_fn", config.dynamic_filter_fn)
+            if config.dynamic_filter_fn
+            else None,
             seed=config.seed,
             fatal_errors=(BackendError,),
             on_live_change=self._set_live,
@@ -364,7 +403,7 @@ class Run:
                 order=(EVALUATION, index, sample),
                 is_eval=True,
             )
-            result = await self.workflow.run(Row(row), episode=episode)
+            result = await self.held_out_workflow.run(Row(row), episode=episode)
             trajectories = [result] if isinstance(result, Trajectory) else list(result or [])
             if not trajectories:
                 raise RejectedPrompt("empty", "the workflow returned nothing")

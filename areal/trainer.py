@@ -50,7 +50,9 @@ class Result:
     def summary(self) -> str:
         """The last line of a run."""
         before, after = ("-" if value is None else f"{value:.3f}" for value in (self.before, self.after))
-        return f"held-out reward: {before} -> {after} ({self.prompts} prompts, {self.steps} steps, {self.seconds:.0f} s)"
+        return (
+            f"held-out reward: {before} -> {after} ({self.prompts} prompts, {self.steps} steps, {self.seconds:.0f} s)"
+        )
 
 
 class Trainer:

@@ -1,4 +1,4 @@
-"""A short supervised start: a policy that already scores now and then gives reinforcement learning something to raise."""
+"""A short supervised start: reinforcement learning can only raise what a policy already does now and then."""
 
 from __future__ import annotations
 

@@ -18,10 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from report import argument_parser, write_report
 
 import archon
 from archon.device import peak_memory_bytes
+from report import argument_parser, write_report
 
 VOCAB = 32_000
 SHAPES = {"rl": (64, 256, 0.5), "equal": (160, 160, 0.0)}
