@@ -255,11 +255,15 @@ class ValidDatasetConfig(PromptDatasetConfig):
 
 
 class WarmStartConfig(Section):
-    """Supervised steps on (prompt, answer) rows before the first RL step; ``dataset: null`` takes the train dataset."""
+    """Supervised steps on (prompt, answer) rows before the first RL step; ``dataset: null`` takes the train dataset.
+
+    ``target_loss``: ends the warm start before ``steps`` once the loss (nats per token) has come down to it.
+    """
 
     steps: int = Field(75, gt=0)
     batch_size: int = Field(128, gt=0)
     lr: float = Field(2e-3, gt=0)
+    target_loss: float | None = Field(None, gt=0)
     dataset: DatasetConfig | None = None
 
 

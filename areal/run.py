@@ -206,12 +206,17 @@ class Run:
             supervised_row(render(self.tokenizer, row["messages"]), answer_ids(self.tokenizer, row["answer"]))
             for row in data.rows
         ]
-        engine = self._engine(self.model_folder, OptimizerConfig(lr=section.lr), self.config.actor.init_from_scratch)
+        engine = self._engine(
+            self.model_folder,
+            OptimizerConfig(lr=section.lr, beta2=0.95, weight_decay=0.0, warmup_steps=10),
+            self.config.actor.init_from_scratch,
+        )
         warm_start(
             engine,
             rows,
             steps=section.steps,
             batch_size=section.batch_size,
+            target_loss=section.target_loss,
             seed=self.config.seed,
             report=partial(self.view.warm_start, section.steps),
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -24,13 +26,15 @@ def warm_start(
     *,
     steps: int,
     batch_size: int,
+    target_loss: float | None,
     seed: int,
     report: Callable[[int, dict[str, float]], None],
 ) -> None:
-    """Train ``steps`` supervised steps on rows drawn without replacement, reshuffled at each pass.
+    """Train at most ``steps`` supervised steps on rows drawn without replacement, reshuffled at each pass.
 
     Args:
         rows: what ``supervised_row`` gives.
+        target_loss: nats per token; end as soon as the mean of the last 5 steps is at or below it.
         seed: of the order; the result is a function of it.
         report: called after each step with its 1-based number and metrics.
 
@@ -42,9 +46,14 @@ def warm_start(
     generator = torch.Generator().manual_seed(seed)
     loss = LossSpec("archon.losses.SupervisedLoss")
     order: list[int] = []
+    recent: deque[float] = deque(maxlen=5)
     for step in range(steps):
         if len(order) < batch_size:
             order = torch.randperm(len(rows), generator=generator).tolist()
         chosen, order = order[:batch_size], order[batch_size:]
         batch = PackedBatch.from_sequences([rows[index] for index in chosen])
-        report(step + 1, engine.train_step(batch, loss))
+        metrics = engine.train_step(batch, loss)
+        report(step + 1, metrics)
+        recent.append(metrics["loss"])
+        if target_loss is not None and len(recent) == recent.maxlen and fmean(recent) <= target_loss:
+            return
