@@ -238,10 +238,12 @@ class Run:
         path = Path("checkpoints") / f"step_{step}"
         self.engine.save(self.folder / path, kind="checkpoint")
         self.journal.record_checkpoint(step, digest, path)
-        kept = sorted((self.folder / "checkpoints").glob("step_*"), key=lambda folder: int(folder.name[5:]))
-        for folder in kept[:-KEPT_CHECKPOINTS]:
-            shutil.rmtree(folder)
-        self.journal.prune(step)
+        folders = {int(path.name[5:]): path for path in (self.folder / "checkpoints").glob("step_*")}
+        # Later ones are of a lineage that a recovery could not reproduce.
+        kept = [number for number in sorted(folders) if number <= step][-KEPT_CHECKPOINTS:]
+        for number in folders.keys() - kept:
+            shutil.rmtree(folders[number])
+        self.journal.prune(kept[0])
 
     # Rollouts
 

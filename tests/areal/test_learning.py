@@ -1,0 +1,32 @@
+"""The shipped recipes learn: the quickstart by at least 20 points of held-out accuracy, whatever the seed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COMMAND = str(Path(sys.executable).with_name("archon-run"))
+LAST_LINE = re.compile(r"held-out reward: (\d\.\d{3}) -> (\d\.\d{3}) \((\d+) prompts, (\d+) steps, (\d+) s\)")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "points"), [(1, 30), (2, 20), (3, 20), (4, 20)])
+def test_quickstart_raises_held_out_accuracy(tmp_path: Path, seed: int, points: int) -> None:
+    done = subprocess.run(
+        [COMMAND, "configs/quickstart.yaml", f"seed={seed}", f"cluster.fileroot={tmp_path}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = LAST_LINE.fullmatch(done.stdout.splitlines()[-1])
+    assert found is not None, done.stdout[-2000:]
+    before, after, prompts = float(found[1]), float(found[2]), int(found[3])
+    assert prompts >= 400
+    assert 100 * (after - before) >= points, done.stdout[-400:]
