@@ -122,7 +122,7 @@ class Handle(asyncio.Protocol):
     def _receive(self, kind: int, call_id: int, value: Any, seconds: float) -> None:
         if kind in (worker.READY, worker.DROPPED):
             self._giving_back = False
-            self._enter("idle")
+            self._enter("run" if self.calls else "idle")
         elif not self.calls or self.calls[0].id != call_id:
             return  # begun just before it was told to give it back: another worker answers that call
         elif kind == worker.LOADING:
@@ -162,8 +162,8 @@ class Handle(asyncio.Protocol):
     def _give_back(self) -> None:
         assert self._transport is not None
         self._giving_back = True
-        self._transport.write(worker.encode((worker.DROP,)))
         first, *waiting = self.calls
+        self._transport.write(worker.encode((worker.DROP, first.id)))
         self.calls = deque([first])
         self._owner.returned(waiting)
 

@@ -24,7 +24,8 @@ from areal.rewards.functions import RewardError, RewardFunction, as_score, is_co
 READY, LOADING, LOADED, SCORE, FAILURE, COROUTINE, DROPPED = range(7)
 """First field of a message from the worker; then the id of the call, the score or failure, and the seconds it took."""
 RUN, DROP = range(2)
-"""First field of a message to the worker: RUN with calls ``(id, name, function, arguments)``, or DROP alone."""
+"""First field of a message to the worker: RUN with calls ``(id, name, function, arguments)``, or DROP with the id of the
+one call to keep, which a worker that was slow to start may not have begun."""
 
 HEADER = struct.Struct("!I")
 FUNCTION_CACHE = 64
@@ -96,7 +97,7 @@ class Worker:
         if message[0] == RUN:
             self._calls.extend(message[1])
         else:
-            self._calls.clear()
+            self._calls = deque(call for call in self._calls if call[0] == message[1])
             self._send(DROPPED, 0)
 
     def _run(self, call: int, name: str, blob: bytes, arguments: bytes) -> tuple[int, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -75,6 +76,31 @@ def test_calls_queued_behind_a_hung_one_neither_wait_for_it_nor_expire_with_it()
         await pool.close()
 
     run(scenario())
+
+
+def test_a_worker_that_gets_no_processor_for_a_while_answers_every_call():
+    """It finds its calls and the request to give them back at the same time, and has begun none."""
+
+    async def scenario():
+        pool = RewardPool(workers=2, timeout=10.0)
+        first = [pool.call(divmod_of, n) for n in range(64)]
+        assert await asyncio.gather(*first) == [float(n) for n in range(64)]
+        workers = [handle.process.pid for handle in pool._handles]
+        for worker in workers:
+            os.kill(worker, signal.SIGSTOP)
+        later = [asyncio.create_task(pool.call(divmod_of, n)) for n in range(64)]
+        await asyncio.sleep(0.3)  # beyond the time after which waiting calls are asked back
+        for worker in workers:
+            os.kill(worker, signal.SIGCONT)
+        assert await asyncio.wait_for(asyncio.gather(*later), 5) == [float(n) for n in range(64)]
+        assert all(value == 0 for name, value in pool.metrics().items() if name != "reward/calls")
+        await pool.close()
+
+    run(scenario())
+
+
+def divmod_of(n):
+    return float(divmod(n, 1)[0])
 
 
 def test_one_worker_serves_the_next_reward_after_a_hung_one():
