@@ -24,8 +24,8 @@ from areal.rewards.functions import RewardError, RewardFunction, as_score, is_co
 READY, LOADING, LOADED, SCORE, FAILURE, COROUTINE, DROPPED = range(7)
 """First field of a message from the worker; then the id of the call, the score or failure, and the seconds it took."""
 RUN, DROP = range(2)
-"""First field of a message to the worker: RUN with calls ``(id, name, function, arguments)``, or DROP with the id of the
-one call to keep, which a worker that was slow to start may not have begun."""
+"""First field of a message to the worker: RUN with calls ``(id, name, function, arguments)``, or DROP with the id of
+the one call to keep, which a worker that was slow to start may not have begun."""
 
 HEADER = struct.Struct("!I")
 FUNCTION_CACHE = 64
