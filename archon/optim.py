@@ -67,7 +67,15 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     groups = [group for group in groups if group["params"]]
     if config.type == "sgd":
         return torch.optim.SGD(groups, lr=config.lr)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    for parameter in parameters:
+        # Saving an optimizer without states makes torch take a step of its own to create them, and that step counts.
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return optimizer
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:

@@ -97,8 +97,9 @@ def _exit_codes() -> Iterator[None]:
         from areal.config import ConfigError
         from areal.datasets import DatasetError
         from areal.models import ModelNotFound
+        from areal.rollout.runlock import RunFolderInUse
 
-        if isinstance(error, ConfigError | DatasetError | ModelNotFound):
+        if isinstance(error, ConfigError | DatasetError | ModelNotFound | RunFolderInUse):
             print(f"bad configuration\n{error}", file=sys.stderr)
             raise typer.Exit(2) from None
         traceback.print_exc()

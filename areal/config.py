@@ -391,6 +391,11 @@ def _conflicts(config: Config) -> list[str]:
                 f"actor.overlong_tokens = {actor.overlong_tokens}: must not exceed gconfig.max_new_tokens "
                 f"({gconfig.max_new_tokens}), whose last tokens it penalises"
             )
+    if (rollout.max_concurrent_rollouts or gconfig.n_samples) < gconfig.n_samples:
+        found.append(
+            f"rollout.max_concurrent_rollouts = {rollout.max_concurrent_rollouts}: the gconfig.n_samples "
+            f"({gconfig.n_samples}) episodes of one prompt run together; allow at least that many"
+        )
     if rollout.deterministic_sampling and rollout.max_head_offpolicyness:
         found.append(
             f"rollout.max_head_offpolicyness = {rollout.max_head_offpolicyness}: rollout.deterministic_sampling fixes "

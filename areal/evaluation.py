@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from areal.inference.backend import BackendError
 from areal.rollout.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -15,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Mean reward of the episodes that ended, and how many did not, by reason."""
+    """Mean reward over all episodes, how many ended with one, and how many failed, by reason."""
 
     reward: float
     scored: int
@@ -38,7 +40,7 @@ async def evaluate(
 ) -> EvaluationResult:
     """Run held-out episodes concurrently; the reward of an episode is that of its last trajectory.
 
-    A failed or late episode is counted by its exception's name and does not enter the mean.
+    A failed or late episode is counted by its exception's name and scores 0: leaving it out would flatter the mean.
 
     Args:
         episode_timeout: seconds after which one episode is cut.
@@ -46,7 +48,8 @@ async def evaluate(
         on_live_change: called with the number of episodes in flight whenever it changes.
 
     Raises:
-        RuntimeError: no episode ended with a reward; its cause is the last failure.
+        BackendError: the engine failed.
+        RuntimeError: no episode ended with a reward; the message ends with the traceback of the last failure.
     """
     limit = min(max_concurrent or len(episodes), len(episodes))
     room, waiting = asyncio.Semaphore(limit), len(episodes)
@@ -60,6 +63,8 @@ async def evaluate(
             try:
                 trajectories = await asyncio.wait_for(episode(), episode_timeout)
                 rewards.append(trajectories[-1].reward)
+            except BackendError:
+                raise
             except Exception as error:  # user code may raise anything; every kind is counted and reported
                 failures[type(error).__name__] += 1
                 last_failure[:] = [error]
@@ -71,5 +76,6 @@ async def evaluate(
     if failures:
         logger.warning("held-out episodes failed: %s; last: %r", dict(failures), last_failure[0])
     if not rewards:
-        raise RuntimeError(f"all {len(episodes)} held-out episodes failed") from last_failure[0]
-    return EvaluationResult(sum(rewards) / len(rewards), len(rewards), dict(failures))
+        last = "".join(traceback.format_exception(last_failure[0]))
+        raise RuntimeError(f"all {len(episodes)} held-out episodes failed, the last with\n{last}")
+    return EvaluationResult(sum(rewards) / len(episodes), len(rewards), dict(failures))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from archon.engine import Engine
 from archon.layout import parse_backend
 from archon.losses import LossSpec
 from archon.optim import OptimizerConfig
-from areal.config import Config, ConfigError, load_object, resolved_yaml
+from areal.config import Config, ConfigError, load_config, load_object, resolved_yaml
 from areal.config_loader import blame
 from areal.datasets import Dataset, load
 from areal.evaluation import evaluate
@@ -34,7 +35,7 @@ from areal.rewards.pool import RewardPool
 from areal.rollout.episodes import EpisodeTask
 from areal.rollout.errors import RejectedPrompt, Row
 from areal.rollout.executor import RolloutExecutor
-from areal.rollout.journal import Journal
+from areal.rollout.journal import Checkpoint, Journal, JournalError
 from areal.rollout.loop import LoopThread
 from areal.rollout.prompts import PromptSource
 from areal.rollout.staleness import StalenessGate
@@ -99,6 +100,10 @@ class Run:
         train_rows: Sequence[Mapping[str, Any]] | None = None,
         valid_rows: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
+        if workflow is not None and reward_fn is not None:
+            raise ConfigError(
+                "a workflow object scores its episodes itself: give it the reward, and leave reward_fn out"
+            )
         self.config = config
         self.folder = config.run_dir
         self._given_workflow, self._given_reward = workflow, reward_fn
@@ -108,8 +113,21 @@ class Run:
         if trainer_threads is not None:
             torch.set_num_threads(trainer_threads)
         self.view = ProgressView()
-        self.journal = Journal.open(self.folder, config_digest(config))
+        self.journal = self._open_journal()
         (self.folder / "config.yaml").write_text(resolved_yaml(config))
+
+    def _open_journal(self) -> Journal:
+        try:
+            return Journal.open(self.folder, config_digest(self.config))
+        except JournalError as error:
+            known = self.folder / "config.yaml"
+            changed = changed_keys(load_config(known), self.config) if known.exists() else []
+            if not changed:
+                raise
+            raise ConfigError(
+                f"{', '.join(changed)}: {self.folder} holds a run with other values; resume it as it was, or choose "
+                "another trial_name"
+            ) from error
 
     def __enter__(self) -> Run:
         self.view.__enter__()
@@ -202,24 +220,26 @@ class Run:
         data = self.train_data
         if section.dataset is not None:
             data = load(section.dataset.path, section.dataset.split, dataset_kwargs=section.dataset.dataset_kwargs)
-        rows = [
-            supervised_row(render(self.tokenizer, row["messages"]), answer_ids(self.tokenizer, row["answer"]))
-            for row in data.rows
-        ]
+        with blame("warm_start.dataset", section.dataset and section.dataset.path, RejectedPrompt):
+            rows = [
+                supervised_row(render(self.tokenizer, row["messages"]), answer_ids(self.tokenizer, row["answer"]))
+                for row in map(Row, data.rows)
+            ]
         engine = self._engine(
             self.model_folder,
             OptimizerConfig(lr=section.lr, beta2=0.95, weight_decay=0.0, warmup_steps=10),
             self.config.actor.init_from_scratch,
         )
-        warm_start(
-            engine,
-            rows,
-            steps=section.steps,
-            batch_size=section.batch_size,
-            target_loss=section.target_loss,
-            seed=self.config.seed,
-            report=partial(self.view.warm_start, section.steps),
-        )
+        with blame("warm_start.batch_size", section.batch_size, ValueError):
+            warm_start(
+                engine,
+                rows,
+                steps=section.steps,
+                batch_size=section.batch_size,
+                target_loss=section.target_loss,
+                seed=self.config.seed,
+                report=partial(self.view.warm_start, section.steps),
+            )
         folder = self.folder / "hf" / "warm_start"
         engine.save(folder)
         return folder
@@ -232,18 +252,39 @@ class Run:
             "areal.algorithms.grpo.GRPOLoss", config | {"max_new_tokens": self.config.gconfig.max_new_tokens}
         )
 
-    def checkpoint(self, digest: str) -> None:
+    def checkpoint(self) -> None:
         """Save the training state, record it, and forget what no recovery needs any more."""
         step = self.engine.version
         path = Path("checkpoints") / f"step_{step}"
         self.engine.save(self.folder / path, kind="checkpoint")
-        self.journal.record_checkpoint(step, digest, path)
-        folders = {int(path.name[5:]): path for path in (self.folder / "checkpoints").glob("step_*")}
-        # Later ones are of a lineage that a recovery could not reproduce.
-        kept = [number for number in sorted(folders) if number <= step][-KEPT_CHECKPOINTS:]
-        for number in folders.keys() - kept:
-            shutil.rmtree(folders[number])
-        self.journal.prune(kept[0])
+        self.journal.record_checkpoint(step, self.engine.digest(), path)
+        self._forget_old_checkpoints()
+
+    def load_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Restore a recorded training state, and prove it.
+
+        Raises:
+            JournalError: the folder does not hold the weights that were recorded.
+        """
+        path = self.folder / checkpoint.path
+        self.engine.load(path)
+        if (found := self.engine.digest()) != checkpoint.digest:
+            raise JournalError(
+                f"{path} holds weights {found[:12]}, the journal recorded {checkpoint.digest[:12]} at step "
+                f"{checkpoint.step}: the folder was changed; restore it, or choose another trial_name"
+            )
+
+    def _forget_old_checkpoints(self) -> None:
+        """Keep the latest recorded ones, and the tokens that a recovery from the oldest of them replays."""
+        recorded = self.journal.checkpoints()
+        for old in recorded[:-KEPT_CHECKPOINTS]:
+            self.journal.forget_checkpoint(old.step)
+        kept = recorded[-KEPT_CHECKPOINTS:]
+        # Others are half-written, or of a lineage that a recovery could not reproduce.
+        for folder in (self.folder / "checkpoints").iterdir():
+            if folder.name not in {Path(checkpoint.path).name for checkpoint in kept}:
+                shutil.rmtree(folder)
+        self.journal.prune(kept[0].step)
 
     # Rollouts
 
@@ -255,15 +296,16 @@ class Run:
     @cached_property
     def backend(self) -> Backend:
         rollout = self.config.rollout
-        backend = EmbeddedBackend(
-            self.model_folder,
-            dtype=self.config.actor.dtype,
-            max_model_len=rollout.max_model_len,
-            kv_cache_tokens=rollout.kv_cache_tokens,
-            num_threads=self._engine_threads,
-            seed=self.config.seed,
-            deterministic=rollout.deterministic_sampling,
-        )
+        with blame("rollout.max_model_len", rollout.max_model_len, ValueError):
+            backend = EmbeddedBackend(
+                self.model_folder,
+                dtype=self.config.actor.dtype,
+                max_model_len=rollout.max_model_len,
+                kv_cache_tokens=rollout.kv_cache_tokens,
+                num_threads=self._engine_threads,
+                seed=self.config.seed,
+                deterministic=rollout.deterministic_sampling,
+            )
         return DeterministicWaves(backend) if rollout.deterministic_sampling else backend
 
     @cached_property
@@ -324,7 +366,7 @@ class Run:
             ),
             run_episode=self._run_training_episode,
             n_samples=samples,
-            max_concurrent=max(samples, rollout.max_concurrent_rollouts or most),
+            max_concurrent=rollout.max_concurrent_rollouts or most,
             episode_timeout=rollout.episode_timeout,
             max_attempts=rollout.max_attempts,
             group_filter=load_object("dynamic_filter_fn", config.dynamic_filter_fn)
@@ -336,7 +378,13 @@ class Run:
         )
 
     def start_engine(self) -> None:
-        self.loop.run(self.backend.start(), self.config.rollout.setup_timeout, "the rollout engine to start")
+        """Start the rollout engine, and check first what every episode would fail on."""
+        for key in ("gconfig", "eval_gconfig"):
+            section = getattr(self.config, key)
+            with blame(f"{key}.stop", section.stop, ValueError):
+                GenerationConfig(**section.model_dump()).all_stop_token_ids(self.tokenizer)
+        with blame("rollout.kv_cache_tokens", self.config.rollout.kv_cache_tokens, ValueError):
+            self.loop.run(self.backend.start(), self.config.rollout.setup_timeout, "the rollout engine to start")
 
     def publish(self) -> tuple[str, float]:
         """Bring the trainer's weights to the engine and prove it; returns their digest and the canary's difference."""
@@ -374,7 +422,7 @@ class Run:
             order=task.order,
             is_eval=False,
         )
-        return await self.workflow.run(Row(task.prompt.data), episode=episode)
+        return await self.workflow.run(Row(copy.deepcopy(dict(task.prompt.data))), episode=episode)
 
     def _episode(self, gconfig: Any, max_prompt_tokens: int | None, **identity: Any) -> Episode:
         return Episode(
@@ -410,7 +458,7 @@ class Run:
                 order=(EVALUATION, index, sample),
                 is_eval=True,
             )
-            result = await self.held_out_workflow.run(Row(row), episode=episode)
+            result = await self.held_out_workflow.run(Row(copy.deepcopy(row)), episode=episode)
             trajectories = [result] if isinstance(result, Trajectory) else list(result or [])
             if not trajectories:
                 raise RejectedPrompt("empty", "the workflow returned nothing")
@@ -432,5 +480,21 @@ class Run:
 
 def config_digest(config: Config) -> str:
     """Identifies a run: of every key that a resume must not change."""
-    identity = config.model_dump(mode="json", exclude=_MAY_CHANGE_ON_RESUME)
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(_identity(config), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def changed_keys(old: Config, new: Config) -> list[str]:
+    """Dotted keys whose values differ and that a resume must not change."""
+
+    def walk(prefix: str, a: Any, b: Any) -> Iterator[str]:
+        if isinstance(a, dict) and isinstance(b, dict):
+            for key in sorted(a.keys() | b.keys()):
+                yield from walk(f"{prefix}.{key}", a.get(key), b.get(key))
+        elif a != b:
+            yield prefix.lstrip(".")
+
+    return list(walk("", _identity(old), _identity(new)))
+
+
+def _identity(config: Config) -> dict[str, Any]:
+    return config.model_dump(mode="json", exclude=_MAY_CHANGE_ON_RESUME)

@@ -114,7 +114,7 @@ class Trainer:
             rewards = {row["step"]: row.get("eval/reward") for row in read_metrics(run.folder / "metrics.jsonl")}
             prompts = len(run.valid_data.rows) if run.valid_data else 0
             steps = run.engine.version
-            return Result(run.folder, rewards[0], rewards[steps], prompts, steps, time.monotonic() - began)
+            return Result(run.folder, rewards.get(0), rewards.get(steps), prompts, steps, time.monotonic() - began)
 
 
 class _Loop:
@@ -122,7 +122,6 @@ class _Loop:
         self.run, self.actor = run, run.config.actor
         self.loss = run.loss_spec()
         self.digest = ""
-        self.last_metrics: dict[str, float] = {}
         self.saver, self.evaluator, self.checkpointer = (
             Timer(timer.freq_epochs, timer.freq_steps, timer.freq_secs, steps_per_epoch=run.steps_per_epoch)
             for timer in (run.config.saver, run.config.evaluator, run.config.recover)
@@ -132,10 +131,9 @@ class _Loop:
         """Bring weights, engine and records to where the run stands, and let prompts in."""
         run = self.run
         if (checkpoint := run.journal.latest_checkpoint()) is not None:
-            run.engine.load(run.folder / checkpoint.path)
-        self.digest = digest(run.engine.publish().tensors())
-        if checkpoint is None:
-            run.checkpoint(self.digest)
+            run.load_checkpoint(checkpoint)
+        else:
+            run.checkpoint()
         replayed = self._replay()
         version, written = run.engine.version, run.logged_steps()
         self.metrics = MetricsLogger(
@@ -143,7 +141,7 @@ class _Loop:
         )
         run.start_engine()
         self._publish()
-        if written == 0:
+        if written == 0 and version == 0:
             self.metrics.log(0, 0, run.evaluate() if run.config.evaluator.eval_before_train else {})
         for step, metrics in replayed.items():
             if step >= written:
@@ -159,13 +157,15 @@ class _Loop:
         for batch in plan.batches:
             trajectories = run.journal.trajectories(batch.trajectory_ids)
             replayed[batch.step + 1] = self._train(trajectories) | rollout_metrics(trajectories, batch.step)
-            self.digest = digest(run.engine.publish().tensors())
+            found = digest(run.engine.publish().tensors())
             try:
-                run.journal.finish_batch(batch.step, self.digest)
+                run.journal.finish_batch(batch.step, found)
             except ReplayDiverged as error:
                 logger.warning("%s; a new lineage begins", error)
-                recovery.new_lineage(run.journal, batch.step, self.digest, str(error))
+                recovery.new_lineage(run.journal, batch.step, found, str(error))
                 break
+            finally:
+                self._export_if_due(batch.step + 1)
         return replayed
 
     def step(self, batch: Batch) -> None:
@@ -185,17 +185,23 @@ class _Loop:
             "time/update": published - trained,
             "throughput/tokens_per_second": metrics["tokens/total"] / seconds,
         }
+        if run.config.rollout.max_head_offpolicyness:
+            run.executor.set_version(step)  # rollouts go on while the held-out prompts are measured
         if self.evaluator.due(step) or step == run.total_steps:
             metrics |= run.evaluate()
-        run.executor.set_version(step)
+        if not run.config.rollout.max_head_offpolicyness:
+            run.executor.set_version(step)
         metrics |= run.rollout_counters()
         self.metrics.log(step, step, metrics)
-        self.last_metrics = metrics
         run.view.step(step, run.total_steps, metrics)
-        if self.saver.due(step):
-            run.engine.save(run.folder / "hf" / f"step_{step}")
+        self._export_if_due(step)
         if self.checkpointer.due(step):
-            run.checkpoint(self.digest)
+            run.checkpoint()
+
+    def _export_if_due(self, step: int) -> None:
+        folder = self.run.folder / "hf" / f"step_{step}"
+        if self.saver.due(step) and not folder.exists():
+            self.run.engine.save(folder)
 
     def _train(self, trajectories: list[Trajectory]) -> dict[str, float]:
         batch = pack(trajectories)
@@ -212,12 +218,13 @@ class _Loop:
     def finish(self) -> None:
         """Measure and export the final weights, record the end, draw the curve."""
         run, step = self.run, self.run.engine.version
-        if step < run.total_steps and self.last_metrics and "eval/reward" not in self.last_metrics:
-            # Prompts ran out before the step that was expected to be the last: its row gets the final measurement.
+        rows = {row["step"]: row for row in read_metrics(run.folder / "metrics.jsonl")}
+        if step and "eval/reward" not in rows[step]:
+            # Prompts ran out before the step that was expected to be the last, or the run broke while it measured.
             self.metrics.log_more(step, run.evaluate())
         latest = run.journal.latest_checkpoint()
         if latest is None or latest.step < step:
-            run.checkpoint(self.digest)
+            run.checkpoint()
         run.engine.save(run.folder / "hf" / f"step_{step}")
         self.metrics.close()
         plot_reward(run.folder / "metrics.jsonl", run.folder / "plots" / "reward.png")

@@ -63,9 +63,9 @@ class Checkpoint:
 class Journal:
     """See the module. Made by `Journal.open`."""
 
-    def __init__(self, folder: Path, lock: RunLock, connection: sqlite3.Connection, resumed: bool) -> None:
+    def __init__(self, folder: Path, lock: RunLock, connection: sqlite3.Connection) -> None:
         self.folder = folder
-        self.resumed = resumed
+        self.resumed = False
         self.lineage = 0
         self._lock_file = lock
         self._connection = connection
@@ -95,17 +95,18 @@ class Journal:
                     f"{folder} was written with journal schema {found}, this program has {SCHEMA_VERSION}; "
                     "finish that run with its own version or choose another trial_name"
                 )
-            journal = cls(folder, lock, connection, resumed=found != 0)
+            journal = cls(folder, lock, connection)
             with journal.transaction() as db:
-                if not journal.resumed:
+                if found == 0:
                     for statement in SCHEMA.split(";\n"):
                         db.execute(statement)
                     db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
                     db.execute("INSERT INTO run VALUES (0, ?, 0, 'start', ?)", (config_digest, time.time()))
-                empty = db.execute(
-                    "SELECT NOT EXISTS (SELECT 1 FROM prompt) AND NOT EXISTS (SELECT 1 FROM checkpoint)"
+                # It may have broken before it began, perhaps because of its configuration.
+                journal.resumed = db.execute(
+                    "SELECT EXISTS (SELECT 1 FROM prompt) OR EXISTS (SELECT 1 FROM checkpoint)"
                 ).fetchone()[0]
-                if empty:  # it broke before it began, perhaps because of its configuration
+                if not journal.resumed:
                     db.execute("UPDATE run SET config_digest = ?", (config_digest,))
                 journal.lineage, recorded = db.execute(
                     "SELECT lineage, config_digest FROM run ORDER BY lineage DESC LIMIT 1"
@@ -326,7 +327,8 @@ class Journal:
             if split:
                 raise JournalError(f"step {step} would train a part of group {split[0]}; a group trains whole")
             db.execute(
-                "INSERT INTO batch (lineage, step, trajectory_ids, seed) VALUES (?, ?, ?, ?)",
+                "INSERT INTO batch (lineage, step, trajectory_ids, seed, last_place) "
+                "VALUES (?, ?, ?, ?, (SELECT max(place) FROM prompt))",
                 (self.lineage, step, ids, seed),
             )
 
@@ -365,6 +367,16 @@ class Journal:
         with self.transaction() as db:
             row = (step, digest, str(path), time.time())
             db.execute("INSERT OR REPLACE INTO checkpoint VALUES (?, ?, ?, ?)", row)
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Recorded checkpoints, oldest first."""
+        with self.transaction() as db:
+            return [Checkpoint(*row) for row in db.execute("SELECT step, digest, path FROM checkpoint ORDER BY step")]
+
+    def forget_checkpoint(self, step: int) -> None:
+        """Its folder is about to be deleted."""
+        with self.transaction() as db:
+            db.execute("DELETE FROM checkpoint WHERE step = ?", (step,))
 
     def latest_checkpoint(self) -> Checkpoint | None:
         with self.transaction() as db:

@@ -28,6 +28,7 @@ CREATE INDEX trajectory_group ON trajectory (group_id);
 CREATE INDEX trajectory_step ON trajectory (step);
 CREATE TABLE batch (
     lineage INTEGER NOT NULL, step INTEGER NOT NULL, trajectory_ids TEXT NOT NULL, seed INTEGER NOT NULL, digest TEXT,
+    last_place INTEGER NOT NULL,
     live INTEGER NOT NULL DEFAULT 1, pruned INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (lineage, step));
 CREATE UNIQUE INDEX batch_live ON batch (step) WHERE live;
 CREATE TABLE checkpoint (step INTEGER PRIMARY KEY, digest TEXT NOT NULL, path TEXT NOT NULL, written REAL NOT NULL);

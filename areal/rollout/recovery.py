@@ -38,7 +38,8 @@ class RecoveryPlan:
 def recover(journal: Journal, checkpoint_step: int) -> RecoveryPlan:
     """Give unfinished leases back and list the recorded batches after a checkpoint.
 
-    Complete groups stay; the executor takes them up again or abandons them by age when it starts.
+    Complete groups stay; the executor takes them up again or abandons them by age when it starts. Those sampled by
+    weights whose step was never finished, and so never proven, are dropped and their prompts leased again.
 
     Raises:
         JournalError: the batches after the checkpoint are not all there, or their tokens were pruned.
@@ -59,6 +60,14 @@ def recover(journal: Journal, checkpoint_step: int) -> RecoveryPlan:
                 f"the tokens of steps {pruned[0]} to {pruned[-1]} were pruned; recover from checkpoint "
                 f"{pruned[-1] + 1} or later, not from {checkpoint_step}"
             )
+        finished = db.execute("SELECT count(*) FROM batch WHERE live AND digest IS NOT NULL").fetchone()[0]
+        unproven = db.execute(
+            "SELECT DISTINCT t.group_id FROM trajectory t JOIN prompt USING (group_id) "
+            "WHERE prompt.state = 'complete' AND t.step IS NULL AND t.newest_version > ?",
+            (finished,),
+        ).fetchall()
+        for (group_id,) in unproven:
+            journal.abandon_group(group_id, "unproven_version")
         batches = [RecordedBatch(step, json.loads(ids), seed, digest) for step, ids, seed, digest, _ in rows]
         return RecoveryPlan(checkpoint_step, batches, journal.steps, journal.interrupt())
 
@@ -97,11 +106,11 @@ def rewind(journal: Journal) -> int:
     """Undo all that was sampled for a step that was not recorded yet; returns how many prompts are leased again.
 
     For deterministic sampling: the step begins as it began before, with all of its prompts, so that the same requests
-    share each forward of the engine and every bit comes out the same. Synchronously a step leaves no prompt open, and
-    the last prompt that it leased is one that it trained, so what comes after that one belongs to the next step.
+    share each forward of the engine and every bit comes out the same. Synchronously every prompt leased before a batch
+    was recorded has ended by then, so what was leased later belongs to the next step.
     """
     with journal.transaction() as db:
-        last = db.execute("SELECT coalesce(max(place), -1) FROM trajectory WHERE step IS NOT NULL").fetchone()[0]
+        last = db.execute("SELECT coalesce(max(last_place), -1) FROM batch WHERE live").fetchone()[0]
         db.execute(
             "UPDATE trajectory SET state = 'dropped', reason = 'rewound', blob = NULL WHERE place > ? AND step IS NULL",
             (last,),

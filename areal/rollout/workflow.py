@@ -271,6 +271,7 @@ class Episode:
         completion: str,
         prompt_ids: Sequence[int],
         completion_ids: Sequence[int],
+        /,
         **data: Any,
     ) -> float:
         """The score of a completion, from the reward pool and within its deadline; see ``RewardPool.call``."""

@@ -43,8 +43,9 @@ async def update_weights(
             yield name, tensor
 
     version = publication.version
+    scope = asyncio.timeout(deadline)
     try:
-        async with asyncio.timeout(deadline):
+        async with scope:
             if mode == "disk":
                 with tempfile.TemporaryDirectory(prefix=f"weights_v{version}_", dir=scratch) as parent:
                     folder = Path(parent) / "hf"
@@ -53,10 +54,10 @@ async def update_weights(
             else:
                 await backend.stage(version, stream())
             await backend.commit(version, sent.hexdigest())
-    except TimeoutError as error:
-        raise BackendError(f"weight update to version {version} took longer than {deadline:.0f} s") from error
-    except BaseException:
+    except BaseException as error:
         await backend.unstage()
+        if scope.expired():
+            raise BackendError(f"weight update to version {version} took longer than {deadline:.0f} s") from error
         raise
     if (backend.version, backend.digest) != (version, sent.hexdigest()):
         raise BackendError(

@@ -42,4 +42,4 @@ class BestOfTwo:
 
 if __name__ == "__main__":
     config = load_config(RECIPE, ["experiment_name=best_of_two", "total_train_steps=30", "evaluator.freq_steps=10"])
-    print(Trainer(config, workflow=BestOfTwo(reward), reward_fn=reward).train().summary)
+    print(Trainer(config, workflow=BestOfTwo(reward)).train().summary)

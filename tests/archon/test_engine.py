@@ -223,6 +223,15 @@ def test_resume_is_bit_exact(folder: Path, tmp_path: Path, dtype: str) -> None:
     assert resumed.digest() == engine.digest()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_saving_before_the_first_step_does_not_change_it(folder: Path, tmp_path: Path, dtype: str) -> None:
+    saved, never_saved = make_engine(folder, dtype=dtype), make_engine(folder, dtype=dtype)
+    saved.save(tmp_path / "step_0", kind="checkpoint")
+    for step in range(2):
+        assert saved.train_step(make_batch(seed=step), LOSS) == never_saved.train_step(make_batch(seed=step), LOSS)
+    assert saved.digest() == never_saved.digest()
+
+
 def test_saved_folder_goes_through_transformers_bit_equal(folder: Path, tmp_path: Path) -> None:
     engine = make_engine(folder)
     engine.train_step(make_batch(), LOSS)

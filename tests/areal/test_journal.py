@@ -286,7 +286,9 @@ def test_audit_finds_what_is_double(journal: Journal) -> None:
     groups = complete(journal, 2)
     train(journal, 0, groups[:1], "d1")
     with journal.transaction() as db:
-        db.execute("INSERT INTO batch (lineage, step, trajectory_ids, seed) SELECT 0, 1, trajectory_ids, 0 FROM batch")
+        db.execute(
+            "INSERT INTO batch (lineage, step, trajectory_ids, seed, last_place) SELECT 0, 1, trajectory_ids, 0, 1 FROM batch"
+        )
     with pytest.raises(JournalError, match="two batches of one lineage"):
         audit(journal)
 

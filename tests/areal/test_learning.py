@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ def test_quickstart_raises_held_out_accuracy(tmp_path: Path, seed: int, points: 
     done = subprocess.run(
         [COMMAND, "configs/quickstart.yaml", f"seed={seed}", f"cluster.fileroot={tmp_path}"],
         cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"},  # as `make run` has it
         capture_output=True,
         text=True,
         timeout=900,

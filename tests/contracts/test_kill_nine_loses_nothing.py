@@ -39,7 +39,7 @@ class Weights:
         content = [(t.prompt_id, t.reward, t.versions.tolist()) for t in trajectories]
         self.state = hashlib.sha256(f"{self.state}{content}".encode()).hexdigest()
         self.step += 1
-        time.sleep(0.005)
+        time.sleep(0.03)
         return self.state
 
     def save(self) -> str:
@@ -85,7 +85,7 @@ def run(folder: Path, eta: int, kills: int) -> str:
     while not (folder / "end").exists():
         process = context.Process(target=life, args=(folder, eta))
         process.start()
-        process.join(rng.uniform(0.02, 0.25) if killed < kills else 60)
+        process.join(rng.uniform(0.02, 0.12) if killed < kills else 60)
         if process.is_alive():
             assert killed < kills, "the run hangs"
             process.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -40,7 +41,7 @@ def run_to_the_end(path: Path) -> str:
     done = subprocess.run([COMMAND, str(path)], capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr[-4000:]
     last = done.stdout.splitlines()[-1]
-    assert last.startswith("held-out reward: ")
+    assert re.match(r"held-out reward: \d\.\d{3} -> \d\.\d{3} \(", last), last
     return last
 
 
