@@ -246,7 +246,10 @@ def _shards(folder: Path) -> list[tuple[Path, set[str]]]:
     single = folder / SINGLE_FILE
     if single.is_file():
         return [(single, set())]
-    raise FileNotFoundError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; other formats are not read")
+    raise FileNotFoundError(
+        f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; other formats are not read. "
+        "A model without weights needs init_from_scratch"
+    )
 
 
 def save_folder(

@@ -6,7 +6,6 @@ or usage, 1 anything else.
 
 from __future__ import annotations
 
-import logging
 import sys
 import traceback
 from collections.abc import Iterator
@@ -18,8 +17,6 @@ import typer
 
 if TYPE_CHECKING:
     from areal.config import Config
-
-logger = logging.getLogger("areal")
 
 Recipe = Annotated[Path, typer.Argument(metavar="CONFIG", help="The recipe: a YAML file.", show_default=False)]
 Overrides = Annotated[
@@ -38,11 +35,9 @@ def run(config: Recipe, overrides: Overrides = None, dry_run: DryRun = False) ->
 
             print_dry_run(loaded)
             return
-        with _log_file(loaded.run_dir / "logs" / "controller.log"):
-            from areal.trainer import Trainer
+        from areal.trainer import Trainer
 
-            summary = Trainer(loaded).train().summary
-        print(summary, flush=True)
+        print(Trainer(loaded).train().summary, flush=True)
 
 
 def check(config: Recipe, overrides: Overrides = None) -> None:
@@ -104,29 +99,3 @@ def _exit_codes() -> Iterator[None]:
             raise typer.Exit(2) from None
         traceback.print_exc()
         raise typer.Exit(1) from None
-
-
-@contextmanager
-def _log_file(path: Path) -> Iterator[None]:
-    """Log records of the run, and the traceback that ends it, go into a file; warnings to stderr too."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    handlers = [handler, logging.lastResort] if logging.lastResort else [handler]
-    packages = [logging.getLogger(name) for name in ("areal", "archon")]
-    for package in packages:
-        package.setLevel(logging.INFO)
-        for destination in handlers:
-            package.addHandler(destination)
-    try:
-        yield
-    except BaseException:
-        handler.handle(
-            logger.makeRecord(logger.name, logging.CRITICAL, __file__, 0, "the run ended early", (), sys.exc_info())
-        )
-        raise
-    finally:
-        for package in packages:
-            for destination in handlers:
-                package.removeHandler(destination)
-        handler.close()

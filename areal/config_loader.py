@@ -82,7 +82,9 @@ def load_object(key: str, path: str) -> Any:
         near = difflib.get_close_matches(attribute, dir(module), n=1)
         hint = f"; did you mean {module_name}.{near[0]}?" if near else ""
         raise ConfigError(f"{key} = {path!r}: module {module_name} has no {attribute!r}{hint}")
-    return getattr(module, attribute)
+    if not callable(found := getattr(module, attribute)):
+        raise ConfigError(f"{key} = {path!r}: this is {found!r}, expected a function or a class")
+    return found
 
 
 @contextmanager

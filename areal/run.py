@@ -19,10 +19,11 @@ import torch
 from archon.engine import Engine
 from archon.layout import parse_backend
 from archon.losses import LossSpec
+from archon.models.config import ModelConfig
 from archon.optim import OptimizerConfig
 from areal.config import Config, ConfigError, load_config, load_object, resolved_yaml
 from areal.config_loader import blame
-from areal.datasets import Dataset, load
+from areal.datasets import Dataset, DatasetError, load
 from areal.evaluation import evaluate
 from areal.inference.backend import Backend, BackendError
 from areal.inference.deterministic import DeterministicWaves
@@ -30,7 +31,7 @@ from areal.inference.embedded import EmbeddedBackend
 from areal.metrics.console import ProgressView
 from areal.metrics.logger import read_metrics
 from areal.models import ModelNotFound, answer_ids, load_tokenizer, render, resolve_model
-from areal.rewards.functions import RewardFunction
+from areal.rewards.functions import RewardFunction, name_of
 from areal.rewards.pool import RewardPool
 from areal.rollout.episodes import EpisodeTask
 from areal.rollout.errors import RejectedPrompt, Row
@@ -42,6 +43,7 @@ from areal.rollout.staleness import StalenessGate
 from areal.rollout.trajectory import Trajectory
 from areal.rollout.workflow import Episode, GenerationConfig, Workflow
 from areal.threads import share_cores
+from areal.training import TrainerClient
 from areal.warm_start import supervised_row, warm_start
 from areal.weights.canary import TOLERANCE, canary_batch, check_canary
 from areal.weights.update import update_weights
@@ -74,7 +76,21 @@ _LOSS_KEYS = (
     "loss_aggregation",
     "entropy_coef",
 )
-_MAY_CHANGE_ON_RESUME = {"saver", "evaluator", "recover", "stats_logger", "cluster"}
+_MAY_CHANGE_ON_RESUME: dict[str, Any] = {
+    "saver": True,
+    "evaluator": True,
+    "recover": True,
+    "stats_logger": True,
+    "cluster": True,
+    "rollout": {
+        "num_threads",
+        "reward_workers",
+        "reward_timeout",
+        "episode_timeout",
+        "setup_timeout",
+        "max_concurrent_rollouts",
+    },
+}
 
 
 class Run:
@@ -114,11 +130,28 @@ class Run:
             torch.set_num_threads(trainer_threads)
         self.view = ProgressView()
         self.journal = self._open_journal()
+        if not self.journal.resumed:  # what a start that made no step may have left
+            (self.folder / "metrics.jsonl").unlink(missing_ok=True)
         (self.folder / "config.yaml").write_text(resolved_yaml(config))
+
+    def check(self) -> None:
+        """Look at everything that the configuration names before anything is computed.
+
+        Raises:
+            ConfigError: what a key names does not exist or does not fit.
+        """
+        assert self.workflow and self.held_out_workflow
+        if self.config.dynamic_filter_fn:
+            load_object("dynamic_filter_fn", self.config.dynamic_filter_fn)
+        for key in ("gconfig", "eval_gconfig"):
+            section = getattr(self.config, key)
+            with blame(f"{key}.stop", section.stop, ValueError):
+                GenerationConfig(**section.model_dump()).all_stop_token_ids(self.tokenizer)
+        assert self.train_data and (self.valid_data is None or self.valid_data)
 
     def _open_journal(self) -> Journal:
         try:
-            return Journal.open(self.folder, config_digest(self.config))
+            return Journal.open(self.folder, config_digest(self.config, self._given_workflow, self._given_reward))
         except JournalError as error:
             known = self.folder / "config.yaml"
             changed = changed_keys(load_config(known), self.config) if known.exists() else []
@@ -176,7 +209,8 @@ class Run:
             return Dataset([dict(row) for row in rows])
         section = self.config.train_dataset if which == "train" else self.config.valid_dataset
         assert section is not None
-        return load(section.path, section.split, dataset_kwargs=section.dataset_kwargs)
+        with blame(f"{which}_dataset.path", section.path, DatasetError):
+            return load(section.path, section.split, dataset_kwargs=section.dataset_kwargs)
 
     @cached_property
     def steps_per_epoch(self) -> int:
@@ -192,7 +226,7 @@ class Run:
     # Training
 
     @cached_property
-    def engine(self) -> Engine:
+    def engine(self) -> TrainerClient:
         """The model under training: the pretrained one, a new one, or a new one after its warm start."""
         optimizer = OptimizerConfig(**self.config.actor.optimizer.model_dump(), total_steps=self.total_steps)
         if self.config.warm_start is None or self.journal.latest_checkpoint():
@@ -219,17 +253,25 @@ class Run:
         assert section is not None
         data = self.train_data
         if section.dataset is not None:
-            data = load(section.dataset.path, section.dataset.split, dataset_kwargs=section.dataset.dataset_kwargs)
+            chosen = section.dataset
+            with blame("warm_start.dataset.path", chosen.path, DatasetError):
+                data = load(chosen.path, chosen.split, dataset_kwargs=chosen.dataset_kwargs)
         with blame("warm_start.dataset", section.dataset and section.dataset.path, RejectedPrompt):
             rows = [
                 supervised_row(render(self.tokenizer, row["messages"]), answer_ids(self.tokenizer, row["answer"]))
                 for row in map(Row, data.rows)
             ]
+        longest = max(len(row["input_ids"]) for row in rows)
         engine = self._engine(
             self.model_folder,
             OptimizerConfig(lr=section.lr, beta2=0.95, weight_decay=0.0, warmup_steps=10),
             self.config.actor.init_from_scratch,
         )
+        if longest > (positions := engine.config.max_position_embeddings):
+            raise ConfigError(
+                f"warm_start.dataset: a row has {longest} tokens with its answer, the model has {positions} positions; "
+                "take shorter rows"
+            )
         with blame("warm_start.batch_size", section.batch_size, ValueError):
             warm_start(
                 engine,
@@ -320,8 +362,13 @@ class Run:
     def held_out_workflow(self) -> Workflow:
         """The same, with the reward that measures held-out prompts."""
         section = self.config.valid_dataset
-        if section is None or section.reward_fn is None or self._given_workflow is not None:
+        if section is None or section.reward_fn is None:
             return self.workflow
+        if self._given_workflow is not None:
+            raise ConfigError(
+                f"valid_dataset.reward_fn = {section.reward_fn!r}: a workflow object scores its episodes itself; leave "
+                "the key out, or name the workflow in the configuration"
+            )
         return self._workflow(load_object("valid_dataset.reward_fn", section.reward_fn))
 
     @property
@@ -378,11 +425,6 @@ class Run:
         )
 
     def start_engine(self) -> None:
-        """Start the rollout engine, and check first what every episode would fail on."""
-        for key in ("gconfig", "eval_gconfig"):
-            section = getattr(self.config, key)
-            with blame(f"{key}.stop", section.stop, ValueError):
-                GenerationConfig(**section.model_dump()).all_stop_token_ids(self.tokenizer)
         with blame("rollout.kv_cache_tokens", self.config.rollout.kv_cache_tokens, ValueError):
             self.loop.run(self.backend.start(), self.config.rollout.setup_timeout, "the rollout engine to start")
 
@@ -398,7 +440,7 @@ class Run:
             deadline=deadline,
         )
         digest = self.loop.run(update, deadline + STOP_SECONDS, f"the weight update to version {self.engine.version}")
-        batch = canary_batch(self.engine.config.vocab_size)
+        batch = canary_batch(ModelConfig.from_folder(self.model_folder).vocab_size)
         expected = self.engine.forward(batch).logprobs
         assert expected is not None
         check = check_canary(self.backend, batch, expected, TOLERANCE[self.config.actor.dtype])
@@ -478,9 +520,10 @@ class Run:
         return result.metrics()
 
 
-def config_digest(config: Config) -> str:
-    """Identifies a run: of every key that a resume must not change."""
-    return hashlib.sha256(json.dumps(_identity(config), sort_keys=True).encode()).hexdigest()[:16]
+def config_digest(config: Config, workflow: Workflow | None = None, reward_fn: Callable[..., Any] | None = None) -> str:
+    """Identifies a run: every key that a resume must not change, and the objects in place of keys, by name."""
+    objects = [type(workflow).__qualname__ if workflow else None, name_of(reward_fn) if reward_fn else None]
+    return hashlib.sha256(json.dumps([_identity(config), objects], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def changed_keys(old: Config, new: Config) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from archon.weights import digest
 from areal.config import Config, ConfigError, load_config
+from areal.logs import log_file
 from areal.metrics.logger import MetricsLogger, read_metrics
 from areal.metrics.plot import plot_reward
 from areal.metrics.rollout import rollout_metrics
@@ -100,12 +101,16 @@ class Trainer:
             WorkflowFailure: no prompt gets anywhere; the message carries the last traceback.
         """
         began = time.monotonic()
-        with SCHEDULERS[self.config.scheduler.type](self.config, **self._objects) as run:
+        with (
+            log_file(self.config.run_dir / "logs" / "controller.log"),
+            SCHEDULERS[self.config.scheduler.type](self.config, **self._objects) as run,
+        ):
             if run.journal.resumed and self.config.recover.mode == "off":
                 raise ConfigError(
                     f"recover.mode = 'off': {run.folder} holds a run already; set recover.mode=auto to resume it, or "
                     "choose another trial_name"
                 )
+            run.check()
             loop = _Loop(run)
             loop.begin()
             while (batch := run.executor.next_batch(run.engine.version)) is not None:
@@ -142,7 +147,14 @@ class _Loop:
         run.start_engine()
         self._publish()
         if written == 0 and version == 0:
-            self.metrics.log(0, 0, run.evaluate() if run.config.evaluator.eval_before_train else {})
+            before = run.evaluate() if run.config.evaluator.eval_before_train else {}
+            self.metrics.log(0, 0, before)
+            if before:
+                run.view.message(f"held-out reward before the first step: {before['eval/reward']:.3f}")
+        elif version == run.total_steps:
+            run.view.message(
+                f"{run.folder} is finished: nothing is left to train; choose another trial_name to train anew"
+            )
         for step, metrics in replayed.items():
             if step >= written:
                 self.metrics.log(step, step, metrics)

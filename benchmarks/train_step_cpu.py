@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -142,13 +143,26 @@ def main() -> None:
                     samples.setdefault(name, []).extend(found["tokens"] / s for s in found["seconds"])
                     memory[name] = max(memory.get(name, 0), found["peak_memory_bytes"])
                     losses[name] = found["losses"]
-    report = write_report(args.json, unit="tokens/s", samples=samples, peak_memory_bytes=memory, losses=losses)
+    ratios = {
+        f"{shape} {dtype}": median(samples[f"{shape} {dtype} archon"])
+        / median(samples[f"{shape} {dtype} transformers"])
+        for shape, dtype in cases
+    }
+    report = write_report(
+        args.json,
+        unit="tokens/s",
+        samples=samples,
+        ratio=ratios["rl bfloat16"],
+        ratios=ratios,
+        peak_memory_bytes=memory,
+        losses=losses,
+    )
     for shape, dtype in cases:
         a, t = f"{shape} {dtype} archon", f"{shape} {dtype} transformers"
         print(
             f"{shape:6s} {dtype:9s} archon {report['median'][a]:7.0f} tokens/s {memory[a] / 2**30:5.2f} GiB   "
             f"transformers {report['median'][t]:7.0f} tokens/s {memory[t] / 2**30:5.2f} GiB   "
-            f"ratio {report['median'][a] / report['median'][t]:.2f}   loss {losses[a][-1]:.5f} {losses[t][-1]:.5f}"
+            f"ratio {ratios[f'{shape} {dtype}']:.2f}   loss {losses[a][-1]:.5f} {losses[t][-1]:.5f}"
         )
 
 

@@ -53,7 +53,7 @@ def _check_attention(config: Any) -> None:
         return
     raise ValueError(
         f"the embedded engine serves full causal attention only; {config.model_type} has layers {sorted(layer_types)} "
-        f"and sliding_window {getattr(config, 'sliding_window', None)}: use inference engine vllm for it"
+        f"and sliding_window {getattr(config, 'sliding_window', None)}: choose a model without them"
     )
 
 

@@ -76,6 +76,9 @@ class Journal:
     def open(cls, folder: str | Path, config_digest: str) -> Journal:
         """Open or create ``<folder>/journal.db`` for the run whose configuration has this digest.
 
+        ``resumed`` says whether it holds anything. A run that made no step yet may be corrected: another digest then
+        empties it.
+
         Raises:
             RunFolderInUse: another process (or this one) has it open.
             JournalError: the folder holds another run, or one written by another version of the schema.
@@ -102,15 +105,19 @@ class Journal:
                         db.execute(statement)
                     db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
                     db.execute("INSERT INTO run VALUES (0, ?, 0, 'start', ?)", (config_digest, time.time()))
-                # It may have broken before it began, perhaps because of its configuration.
-                journal.resumed = db.execute(
-                    "SELECT EXISTS (SELECT 1 FROM prompt) OR EXISTS (SELECT 1 FROM checkpoint)"
-                ).fetchone()[0]
-                if not journal.resumed:
-                    db.execute("UPDATE run SET config_digest = ?", (config_digest,))
                 journal.lineage, recorded = db.execute(
                     "SELECT lineage, config_digest FROM run ORDER BY lineage DESC LIMIT 1"
                 ).fetchone()
+                begun = db.execute("SELECT EXISTS (SELECT 1 FROM batch)").fetchone()[0]
+                if recorded != config_digest and not begun:
+                    # No step was made yet: the configuration may still be corrected, and the run starts over.
+                    for table in ("trajectory", "episode", "prompt", "checkpoint"):
+                        db.execute(f"DELETE FROM {table}")
+                    db.execute("UPDATE run SET config_digest = ?", (config_digest,))
+                    recorded = config_digest
+                journal.resumed = db.execute(
+                    "SELECT EXISTS (SELECT 1 FROM prompt) OR EXISTS (SELECT 1 FROM checkpoint)"
+                ).fetchone()[0]
             if recorded != config_digest:
                 raise JournalError(
                     f"{folder} holds a run of configuration {recorded}, this one is {config_digest}; "

@@ -293,7 +293,7 @@ def test_wrong_uses_are_refused_by_name(moe_folder: Path, tmp_path: Path) -> Non
 
 
 def test_learning_rate_schedule_table() -> None:
-    """CASES 113: warm-up is counted once and the minimum is reached at the last step, not before."""
+    """Warm-up is counted once and the minimum is reached at the last step, not before."""
     linear = archon.OptimizerConfig(
         lr=1.0, lr_scheduler_type="linear", warmup_steps=4, total_steps=14, min_lr_ratio=0.1
     )

@@ -13,8 +13,9 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from areal.cli import _exit_codes, _log_file, app, run_app
+from areal.cli import _exit_codes, app, run_app
 from areal.config import load_config
+from areal.logs import log_file
 
 RECIPE = {"experiment_name": "x", "actor": {"path": "model"}, "train_dataset": {"path": "data"}}
 RUN = "import sys; from areal.cli import run_main; run_main()"
@@ -64,7 +65,7 @@ def test_anything_else_is_a_traceback_and_exit_code_1(recipe: Path, tmp_path: Pa
 
 def test_log_file_holds_records_and_the_traceback(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "controller.log"
-    with pytest.raises(ZeroDivisionError), _log_file(path):
+    with pytest.raises(ZeroDivisionError), log_file(path):
         logging.getLogger("areal.rollout").info("one episode")
         1 / 0  # noqa: B018
     text = path.read_text()

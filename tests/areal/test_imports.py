@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"archon": ROOT / "archon", "archon_kernels": ROOT / "kernels" / "archon_kernels", "areal": ROOT / "areal"}
 # What the lower packages may import when they are imported, besides the standard library and themselves.
 AT_IMPORT = {
-    "archon": {"torch", "einops", "numpy", "safetensors", "archon_kernels"},
+    "archon": {"torch", "numpy", "safetensors", "archon_kernels"},
     "archon_kernels": {"torch", "triton"},
 }
 # What they may not import even inside a function.

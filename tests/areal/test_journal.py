@@ -134,17 +134,17 @@ def test_one_process_per_folder(journal: Journal) -> None:
     reopen(journal).close()
 
 
-def test_a_run_that_broke_before_it_began_may_be_corrected(journal: Journal) -> None:
+def test_a_run_that_made_no_step_may_be_corrected_and_starts_over(journal: Journal) -> None:
+    complete(journal, 1)
+    journal.record_checkpoint(0, "digest", "step_0")
     journal.close()
     corrected = Journal.open(journal.folder, "corrected")
-    lease(corrected)
+    assert not corrected.resumed and corrected.counts() == {} and corrected.checkpoints() == []
     corrected.close()
-    with pytest.raises(JournalError, match="configuration corrected, this one is config"):
-        Journal.open(journal.folder, "config")
 
 
 def test_refuses_another_run_and_another_schema(journal: Journal) -> None:
-    lease(journal)
+    train(journal, 0, complete(journal, 1), "d1")
     journal.close()
     with pytest.raises(JournalError, match="configuration config, this one is other"):
         Journal.open(journal.folder, "other")
@@ -287,7 +287,8 @@ def test_audit_finds_what_is_double(journal: Journal) -> None:
     train(journal, 0, groups[:1], "d1")
     with journal.transaction() as db:
         db.execute(
-            "INSERT INTO batch (lineage, step, trajectory_ids, seed, last_place) SELECT 0, 1, trajectory_ids, 0, 1 FROM batch"
+            "INSERT INTO batch (lineage, step, trajectory_ids, seed, last_place) "
+            "SELECT 0, 1, trajectory_ids, 0, 1 FROM batch"
         )
     with pytest.raises(JournalError, match="two batches of one lineage"):
         audit(journal)

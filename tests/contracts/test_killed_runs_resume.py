@@ -1,4 +1,4 @@
-"""kill -9 of ``archon-run`` at random moments, then the same command again (CASES 107-110, 114; promise 8)."""
+"""kill -9 of ``archon-run`` at random moments, then the same command again."""
 
 from __future__ import annotations
 
