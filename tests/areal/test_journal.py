@@ -10,7 +10,7 @@ import pytest
 from rollout_helpers import trajectory
 
 from areal.rollout.journal import Journal, JournalError, Lease, ReplayDiverged, episode_id
-from areal.rollout.recovery import audit, new_lineage, recover
+from areal.rollout.recovery import audit, new_lineage, recover, rewind
 from areal.rollout.runlock import RunFolderInUse
 from areal.rollout.trajectory import Trajectory
 
@@ -299,3 +299,29 @@ def test_returned_prompt_must_be_the_same_row(journal: Journal) -> None:
     journal.interrupt()
     with pytest.raises(JournalError, match="place 0 held prompt 'q0', the dataset has 'x'"):
         journal.lease(1, 2, LIMIT, lambda place: ("x", 0, place))
+
+
+def test_rewinding_undoes_the_unrecorded_step_and_no_terminal_state_before_it(journal: Journal) -> None:
+    first, second, third = lease(journal, 3)
+    journal.complete_group(first.group_id, samples(first))
+    journal.complete_group(second.group_id, samples(second))
+    journal.drop_prompt(third.group_id, "filtered")  # the last place of the step, and not trained
+    train(journal, 0, [first, second], "d1")
+    fourth, fifth = lease(journal, 2)
+    journal.complete_group(fourth.group_id, samples(fourth, version=1))
+    journal.drop_prompt(fifth.group_id, "filtered")
+    assert rewind(journal) == 2
+    assert journal.counts()["prompt/dropped/filtered"] == 1
+    assert [again.place for again in lease(journal, 3)] == [3, 4, 5]
+    audit(journal)
+
+
+def test_groups_of_weights_that_were_never_proven_are_sampled_again(journal: Journal) -> None:
+    train(journal, 0, complete(journal, 1), "d1")
+    train(journal, 1, complete(journal, 1, version=1))  # recorded, and cut off before its weights were proven
+    proven, unproven = complete(journal, 1, version=1) + complete(journal, 1, version=2)
+    plan = recover(journal, 0)
+    assert [batch.digest for batch in plan.batches] == ["d1", None]
+    assert [place for place, *_ in journal.complete_groups()] == [proven.place]
+    assert [again.place for again in lease(journal, 1)] == [unproven.place]
+    audit(journal)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import sqlite3
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from areal import Trainer
 from areal.config import ConfigError
 from areal.metrics.logger import read_metrics
 from areal.rollout.errors import ExecutorError, WorkflowFailure
-from areal.rollout.journal import Journal
+from areal.rollout.journal import Journal, JournalError
 from areal.rollout.recovery import audit
 from areal.rollout.trajectory import Trajectory, pack
 from areal.run import config_digest
@@ -285,3 +286,40 @@ def test_a_dead_engine_ends_the_run_at_once(model: Path, tmp_path: Path) -> None
             recipe(model, tmp_path, evaluator={"eval_before_train": False}), workflow=Killer(share_of_vowels)
         ).train()
     assert time.monotonic() - began < 30
+
+
+# Resuming
+
+
+def test_a_final_measurement_that_was_cut_off_is_made_up_for(model: Path, tmp_path: Path) -> None:
+    config = recipe(model, tmp_path, total_train_steps=2)
+    first = Trainer(config, reward_fn=share_of_vowels).train()
+    path = first.run_dir / "metrics.jsonl"
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    del found[-1]["eval/reward"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+    again = Trainer(config, reward_fn=share_of_vowels).train()
+    assert again.before == first.before and again.after is not None
+    assert rows(first.run_dir)[-1]["eval/reward"] == again.after
+
+
+def test_a_checkpoint_that_is_not_the_recorded_one_is_refused(model: Path, tmp_path: Path) -> None:
+    config = recipe(model, tmp_path, total_train_steps=2)
+    run = Trainer(config, reward_fn=share_of_vowels).train().run_dir
+    with sqlite3.connect(run / "journal.db") as db:
+        db.execute("UPDATE checkpoint SET digest = 'deadbeef'")
+    with pytest.raises(JournalError, match="the folder was changed"):
+        Trainer(config, reward_fn=share_of_vowels).train()
+
+
+def test_what_the_configuration_names_is_looked_at_first(model: Path, tmp_path: Path) -> None:
+    wrong = {
+        "reward_fn": ("areal.rewards.gsm8k.rewrd", "did you mean areal.rewards.gsm8k.reward"),
+        "workflow": ("areal.workflows.Nope", "has no 'Nope'"),
+        "workflow_kwargs": ({"turns": 3}, "workflow_kwargs"),
+        "gconfig__stop": (["abc def"], "only a single one can end"),
+        "rollout__max_model_len": (100_000, "rollout.max_model_len"),
+    }
+    for number, (key, (value, message)) in enumerate(wrong.items()):
+        with pytest.raises(ConfigError, match=message):
+            Trainer(recipe(model, tmp_path / str(number), **{key: value})).train()
