@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
 from pathlib import Path
@@ -31,7 +29,7 @@ from areal.inference.embedded import EmbeddedBackend
 from areal.metrics.console import ProgressView
 from areal.metrics.logger import read_metrics
 from areal.models import ModelNotFound, answer_ids, load_tokenizer, render, resolve_model
-from areal.rewards.functions import RewardFunction, name_of
+from areal.rewards.functions import RewardFunction
 from areal.rewards.pool import RewardPool
 from areal.rollout.episodes import EpisodeTask
 from areal.rollout.errors import RejectedPrompt, Row
@@ -42,6 +40,7 @@ from areal.rollout.prompts import PromptSource
 from areal.rollout.staleness import StalenessGate
 from areal.rollout.trajectory import Trajectory
 from areal.rollout.workflow import Episode, GenerationConfig, Workflow
+from areal.run_identity import changed_keys, config_digest
 from areal.threads import share_cores
 from areal.training import TrainerClient
 from areal.warm_start import supervised_row, warm_start
@@ -76,21 +75,6 @@ _LOSS_KEYS = (
     "loss_aggregation",
     "entropy_coef",
 )
-_MAY_CHANGE_ON_RESUME: dict[str, Any] = {
-    "saver": True,
-    "evaluator": True,
-    "recover": True,
-    "stats_logger": True,
-    "cluster": True,
-    "rollout": {
-        "num_threads",
-        "reward_workers",
-        "reward_timeout",
-        "episode_timeout",
-        "setup_timeout",
-        "max_concurrent_rollouts",
-    },
-}
 
 
 class Run:
@@ -518,26 +502,3 @@ class Run:
             what=f"the evaluation at version {version}",
         )
         return result.metrics()
-
-
-def config_digest(config: Config, workflow: Workflow | None = None, reward_fn: Callable[..., Any] | None = None) -> str:
-    """Identifies a run: every key that a resume must not change, and the objects in place of keys, by name."""
-    objects = [type(workflow).__qualname__ if workflow else None, name_of(reward_fn) if reward_fn else None]
-    return hashlib.sha256(json.dumps([_identity(config), objects], sort_keys=True).encode()).hexdigest()[:16]
-
-
-def changed_keys(old: Config, new: Config) -> list[str]:
-    """Dotted keys whose values differ and that a resume must not change."""
-
-    def walk(prefix: str, a: Any, b: Any) -> Iterator[str]:
-        if isinstance(a, dict) and isinstance(b, dict):
-            for key in sorted(a.keys() | b.keys()):
-                yield from walk(f"{prefix}.{key}", a.get(key), b.get(key))
-        elif a != b:
-            yield prefix.lstrip(".")
-
-    return list(walk("", _identity(old), _identity(new)))
-
-
-def _identity(config: Config) -> dict[str, Any]:
-    return config.model_dump(mode="json", exclude=_MAY_CHANGE_ON_RESUME)

@@ -23,7 +23,7 @@ from areal.rollout.errors import ExecutorError, WorkflowFailure
 from areal.rollout.journal import Journal, JournalError
 from areal.rollout.recovery import audit
 from areal.rollout.trajectory import Trajectory, pack
-from areal.run import config_digest
+from areal.run_identity import config_digest
 from areal.workflows import RLVRWorkflow
 
 

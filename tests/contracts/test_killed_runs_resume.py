@@ -19,7 +19,7 @@ from areal.config import Config, load_config, resolved_yaml
 from areal.metrics.logger import read_metrics
 from areal.rollout.journal import Journal
 from areal.rollout.recovery import audit
-from areal.run import config_digest
+from areal.run_identity import config_digest
 
 COMMAND = str(Path(sys.executable).with_name("archon-run"))
 DEADLINE = 120.0
