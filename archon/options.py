@@ -1,0 +1,85 @@
+"""Options: how a layout runs. The layout says who holds what; these say in which way, and what the router pays for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Schedule = Literal["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"]
+ContextMode = Literal["ulysses", "ring"]
+Recompute = Literal["none", "full", "selective", "memory_budget"]
+Reshard = Literal["default", "always", "never"]
+
+ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
+"""Schedules that run the gradient of the inputs and that of the weights apart."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Choices beside the layout. The defaults run everywhere; those named ``moe_`` change what is learned, others never.
+
+    Attributes:
+        context: ``ulysses`` exchanges heads for tokens over as many context ranks as the heads allow, and goes around a
+            ring of the rest; ``ring`` only goes around the ring.
+        pp_schedule: order of the micro-batches in a pipeline; ignored with one stage.
+        pp_layers_per_stage: layers of a virtual stage in the interleaved schedules; None gives every rank two stages.
+        pp_first_stage_less_layers, pp_last_stage_less_layers: layers that the stages of the embedding and of the head
+            have fewer than the others.
+        reshard_after_forward: free gathered parameters after forward; ``default`` does except in a pipeline, which
+            would gather them again for every micro-batch.
+        offload_params: keep parameters, gradients and optimizer states in host memory.
+        ac_mode: what backward recomputes: nothing, every layer, ``selective`` (see below), or as many layers as the
+            ``memory_budget`` asks for.
+        selective_ac_option: ``op`` keeps the results of matrix products and attention and recomputes the rest of every
+            layer; a number n recomputes every n-th layer.
+        ac_memory_budget: share of the activations that ``none`` would keep, from 0 to 1.
+        compile: backend of ``torch.compile`` for each layer, or None.
+        deterministic: use deterministic algorithms only.
+        moe_router_bias_update_rate: step of the balance bias that is added to the router's scores for the choice of
+            experts (arXiv 2408.15664); 0 has no bias.
+        moe_aux_loss_coeff: weight of the balance loss per sequence (DeepSeek-V3 report, eq. 17-20).
+        moe_z_loss_coeff: weight of the router's z-loss (arXiv 2202.08906, eq. 5).
+
+    Raises:
+        ValueError: a value outside its range.
+    """
+
+    context: ContextMode = "ulysses"
+    pp_schedule: Schedule = "1F1B"
+    pp_layers_per_stage: int | None = None
+    pp_first_stage_less_layers: int = 1
+    pp_last_stage_less_layers: int = 1
+    reshard_after_forward: Reshard = "default"
+    offload_params: bool = False
+    ac_mode: Recompute = "none"
+    selective_ac_option: int | Literal["op"] = "op"
+    ac_memory_budget: float = 0.5
+    compile: str | None = None
+    deterministic: bool = False
+    moe_router_bias_update_rate: float = 0.0
+    moe_aux_loss_coeff: float = 0.0
+    moe_z_loss_coeff: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("context", get_args(ContextMode)),
+            ("pp_schedule", get_args(Schedule)),
+            ("reshard_after_forward", get_args(Reshard)),
+            ("ac_mode", get_args(Recompute)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it is one of {', '.join(allowed)}")
+        if self.selective_ac_option != "op" and not (
+            isinstance(self.selective_ac_option, int) and self.selective_ac_option >= 1
+        ):
+            raise ValueError(f"selective_ac_option is {self.selective_ac_option!r}; it is 'op' or a number of layers")
+        if not 0 <= self.ac_memory_budget <= 1:
+            raise ValueError(f"ac_memory_budget is {self.ac_memory_budget}; it is a share from 0 to 1")
+        for name in ("pp_first_stage_less_layers", "pp_last_stage_less_layers"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it is a number of layers from 0")
+        if self.pp_layers_per_stage is not None and self.pp_layers_per_stage < 1:
+            raise ValueError(f"pp_layers_per_stage is {self.pp_layers_per_stage}; it is a number of layers from 1")
+        for name in ("moe_router_bias_update_rate", "moe_aux_loss_coeff", "moe_z_loss_coeff"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it is 0 or above")
