@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from archon_kernels.dispatch import choose
@@ -21,6 +22,8 @@ def linear_logprob(
     temperature: Tensor | None = None,
     with_entropy: bool = False,
     tile_elements: int = TILE_ELEMENTS,
+    vocab_start: int = 0,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each row's target, and entropy, under ``softmax(hidden @ weight.T / temperature)``.
 
@@ -28,13 +31,21 @@ def linear_logprob(
     of ``hidden``; softmax, log-sum-exp, entropy and their derivatives run in fp32. The gradient of ``weight`` is summed
     over tiles in fp32 and rounded once, to the dtype of ``weight``. Inputs in fp64 are computed in fp64.
 
+    With ``group`` the vocabulary is split over its ranks: each holds consecutive rows of ``weight`` (as many as it
+    likes) and passes the same ``hidden``, ``targets`` and ``temperature``. The results are those of the whole
+    vocabulary, equal on every rank; a target outside the local rows is another rank's. Backward takes the same gradient
+    on every rank and does not communicate: the gradient of ``hidden`` is this rank's PARTIAL sum, which the caller adds
+    up over the group; that of ``weight`` is of the local rows, complete.
+
     Args:
         hidden_MD: ``[M, D]`` fp32, bf16 or fp64; M may be 0. Leave out rows whose log-probability nobody reads.
-        weight_VD: ``[V, D]``, same dtype.
-        targets_M: ``[M]`` int64 in [0, V).
+        weight_VD: ``[V, D]``, same dtype; with ``group``, this rank's rows.
+        targets_M: ``[M]`` int64 in [0, V), V being the whole vocabulary.
         temperature: ``[M]`` fp32 above 0, or None for 1. Gets no gradient.
         with_entropy: also return the entropy.
         tile_elements: upper bound on rows x V held at a time; one row is always held.
+        vocab_start: token id of the first row of ``weight``.
+        group: ranks that together hold the vocabulary; None when ``weight`` is all of it.
 
     Returns:
         ``logprobs [M]`` and ``entropy [M]`` (or None), fp32, in nats, both differentiable in ``hidden`` and ``weight``.
@@ -50,8 +61,12 @@ def linear_logprob(
         )
     if targets_M.shape != (rows,) or (temperature is not None and temperature.shape != (rows,)):
         raise ValueError(f"targets and temperature need one entry for each of the {rows} rows of hidden")
+    if group is None and vocab_start != 0:
+        raise ValueError(f"vocab_start is {vocab_start} without a group: whoever holds the other rows must be in one")
     op = choose({"reference": _LinearLogprob})
-    logprobs, entropy = op.apply(hidden_MD, weight_VD, targets_M, temperature, with_entropy, tile_elements)
+    logprobs, entropy = op.apply(
+        hidden_MD, weight_VD, targets_M, temperature, with_entropy, tile_elements, vocab_start, group
+    )
     return logprobs, entropy if with_entropy else None
 
 
@@ -65,23 +80,32 @@ class _LinearLogprob(torch.autograd.Function):
         temperature: Tensor | None,
         with_entropy: bool,
         tile_elements: int,
+        vocab_start: int,
+        group: dist.ProcessGroup | None,
     ) -> tuple[Tensor, Tensor | None]:
         dtype = torch.promote_types(hidden_MD.dtype, torch.float32)
-        tile = max(1, min(tile_elements // weight_VD.shape[0], targets_M.shape[0]))
-        logprobs, logsumexp, entropy = (hidden_MD.new_empty(targets_M.shape, dtype=dtype) for _ in range(3))
+        tile = max(1, min(tile_elements // max(1, weight_VD.shape[0]), targets_M.shape[0]))
+        index, owned = _local_targets(targets_M, vocab_start, weight_VD.shape[0], group)
+        # Of each row, relative to its peak: sum of exp, score of the target (0 where another rank owns it), sum of
+        # exp x score. A rank without any vocabulary contributes these zeros.
+        sums = hidden_MD.new_zeros(3, *targets_M.shape, dtype=dtype)
+        peak = torch.full_like(sums[0], torch.finfo(dtype).min)
         buffers = _tile_buffers(tile, weight_VD, dtype)
-        for rows in _tiles(targets_M.shape[0], tile):
+        for rows in _tiles(weight_VD, targets_M.shape[0], tile):
             scores, p = (buffer[: rows.stop - rows.start] for buffer in buffers)
             _scores(hidden_MD, weight_VD, temperature, rows, out=scores)
-            peak = scores.amax(-1)
-            torch.exp(scores.sub_(peak[:, None]), out=p)
-            total = p.sum(-1)
-            log_total = total.log()
-            logsumexp[rows] = peak + log_total
-            logprobs[rows] = scores.gather(-1, targets_M[rows, None]).squeeze(-1) - log_total
+            peak[rows] = scores.amax(-1)
+            torch.exp(scores.sub_(peak[rows, None]), out=p)
+            sums[0, rows] = p.sum(-1)
+            sums[1, rows] = scores.gather(-1, index[rows, None]).squeeze(-1) * owned[rows]
             if with_entropy:
-                entropy[rows] = log_total - p.mul_(scores).sum(-1) / total
-        ctx.save_for_backward(hidden_MD, weight_VD, targets_M, temperature, logsumexp, entropy)
+                sums[2, rows] = p.mul_(scores).sum(-1)
+        if group is not None:
+            peak = _sum_over_shards(sums, peak, owned, group)
+        total, target, weighted = sums
+        log_total = total.log()
+        logsumexp, logprobs, entropy = peak + log_total, target - log_total, log_total - weighted / total
+        ctx.save_for_backward(hidden_MD, weight_VD, index, owned, temperature, logsumexp, entropy)
         ctx.tile = tile
         ctx.set_materialize_grads(False)
         return logprobs, entropy if with_entropy else None
@@ -89,12 +113,12 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_logprobs, grad_entropy = grads
-        hidden_MD, weight_VD, targets_M, temperature, logsumexp, entropy = ctx.saved_tensors
+        hidden_MD, weight_VD, index, owned, temperature, logsumexp, entropy = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden_MD) if need_hidden else None
         grad_weight = torch.zeros_like(weight_VD, dtype=logsumexp.dtype) if need_weight else None
         buffers = _tile_buffers(ctx.tile, weight_VD, logsumexp.dtype)
-        for rows in _tiles(targets_M.shape[0], ctx.tile):
+        for rows in _tiles(weight_VD, index.shape[0], ctx.tile):
             log_p, p = (buffer[: rows.stop - rows.start] for buffer in buffers)
             _scores(hidden_MD, weight_VD, temperature, rows, out=log_p)
             torch.exp(log_p.sub_(logsumexp[rows, None]), out=p)
@@ -106,7 +130,7 @@ class _LinearLogprob(torch.autograd.Function):
                 pull = pull.add_(grad_logprobs[rows, None])
             grad_scores = p.mul_(pull).neg_()
             if grad_logprobs is not None:
-                grad_scores.scatter_add_(-1, targets_M[rows, None], grad_logprobs[rows, None])
+                grad_scores.scatter_add_(-1, index[rows, None], (grad_logprobs[rows] * owned[rows])[:, None])
             if temperature is not None:
                 grad_scores.div_(temperature[rows, None])
             grad_logits = grad_scores.to(hidden_MD.dtype)
@@ -116,10 +140,37 @@ class _LinearLogprob(torch.autograd.Function):
                 grad_weight.addmm_(grad_logits.t(), hidden_MD[rows])
             elif grad_weight is not None:
                 grad_weight += grad_logits.t() @ hidden_MD[rows]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight_VD.dtype), None, None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight_VD.dtype), *[None] * 6
 
 
-def _tiles(rows: int, tile: int) -> list[slice]:
+def _local_targets(
+    targets_M: Tensor, vocab_start: int, vocab: int, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """Row of ``weight`` of each target, and whether it is here; a target of another rank points at any row."""
+    if group is None:
+        return targets_M, torch.ones_like(targets_M, dtype=torch.bool)
+    index = targets_M - vocab_start
+    owned = (index >= 0) & (index < vocab)
+    return index * owned, owned
+
+
+def _sum_over_shards(sums: Tensor, peak: Tensor, owned: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Bring the sums of a shard from its own peak to the peak of all shards, which is returned, and add them up."""
+    top = peak.clone()
+    dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+    below = peak - top
+    total, target, weighted = sums
+    weighted.add_(total * below)
+    target.add_(below * owned)
+    sums[::2].mul_(below.exp())
+    dist.all_reduce(sums, group=group)
+    return top
+
+
+def _tiles(weight_VD: Tensor, rows: int, tile: int) -> list[slice]:
+    """Rows of each tile; none where there is no vocabulary to score."""
+    if weight_VD.shape[0] == 0:
+        return []
     return [slice(start, min(start + tile, rows)) for start in range(0, rows, tile)]
 
 
