@@ -123,3 +123,118 @@ class _Unpad(torch.autograd.Function):
         if source is None or position is None:
             return grad, None
         return grad.new_zeros(source.shape[0], *grad.shape[1:]).index_copy_(0, position, grad), None
+
+
+def block_attention(q_SHd: Tensor, k_RGd: Tensor, v_RGd: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Softmax attention of some queries over some of their keys, with the log-sum-exp that merges it with the others.
+
+    Not differentiable: ``block_attention_backward`` is its derivative, to be called once the blocks are merged.
+
+    Args:
+        q_SHd: ``[S, H, d]`` queries, any float dtype; S at least 1.
+        k_RGd: ``[R, G, d]`` keys, H a multiple of G; query head h reads key head ``h // (H / G)``; R at least 1.
+        v_RGd: ``[R, G, d]`` values.
+        causal: query i sees keys 0..i, and S equals R; otherwise every query sees every key.
+
+    Returns:
+        ``out [S, H, d]`` in the dtype of q, scores scaled by ``d ** -0.5``, and ``lse [S, H]``, the log of the sum of
+        exp of each query's scores, in fp32 (fp64 for fp64).
+
+    Raises:
+        ValueError: a block without queries or keys, or one that is causal and not square.
+    """
+    _check_block(q_SHd, k_RGd, causal)
+    return choose({"reference": _block_attention})(q_SHd, k_RGd, v_RGd, causal)
+
+
+def block_attention_backward(
+    grad_SHd: Tensor, q_SHd: Tensor, k_RGd: Tensor, v_RGd: Tensor, out_SHd: Tensor, lse_SH: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One block's part of the gradients of q, k and v.
+
+    Args:
+        grad_SHd: ``[S, H, d]`` gradient of the merged output, in its dtype.
+        q_SHd, k_RGd, v_RGd, causal: the block, as in ``block_attention``.
+        out_SHd: ``[S, H, d]`` the merged output of these queries over all their keys, in the dtype of q.
+        lse_SH: ``[S, H]`` the merged log-sum-exp.
+
+    Returns:
+        Gradients of q ``[S, H, d]``, k and v ``[R, G, d]`` in their dtypes; summed over the blocks, those of the whole.
+
+    Raises:
+        ValueError: as ``block_attention``.
+    """
+    _check_block(q_SHd, k_RGd, causal)
+    backward = choose({"reference": _block_attention_backward})
+    return backward(grad_SHd, q_SHd, k_RGd, v_RGd, out_SHd, lse_SH, causal)
+
+
+def _check_block(q_SHd: Tensor, k_RGd: Tensor, causal: bool) -> None:
+    queries, keys = q_SHd.shape[0], k_RGd.shape[0]
+    if queries == 0 or keys == 0 or (causal and queries != keys):
+        raise ValueError(
+            f"a {'causal' if causal else 'full'} block of {queries} queries and {keys} keys: leave out empty blocks, "
+            "and cut causal ones square"
+        )
+
+
+def _block_attention(q_SHd: Tensor, k_RGd: Tensor, v_RGd: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    if q_SHd.device.type != "cpu":
+        return _dense_block_attention(q_SHd, k_RGd, v_RGd, causal)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q_SHd, k_RGd, v_RGd))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return out[0].transpose(0, 1), lse[0].t()
+
+
+def _block_attention_backward(
+    grad_SHd: Tensor, q_SHd: Tensor, k_RGd: Tensor, v_RGd: Tensor, out_SHd: Tensor, lse_SH: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    if q_SHd.device.type != "cpu":
+        return _dense_block_attention_backward(grad_SHd, q_SHd, k_RGd, v_RGd, out_SHd, lse_SH, causal)
+    grad, q, k, v, out, lse = (x.transpose(0, 1)[None] for x in (grad_SHd, q_SHd, k_RGd, v_RGd, out_SHd, lse_SH))
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    grad_q, grad_k, grad_v = (x[0].transpose(0, 1) for x in backward(grad, q, k, v, out, lse, 0.0, causal))
+    return grad_q, grad_k, grad_v
+
+
+def _dense_block_attention(q_SHd: Tensor, k_RGd: Tensor, v_RGd: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """``block_attention`` in plain matrix products, which hold the scores of a whole block; n = H / G."""
+    q_SGnd, k, v = _grouped(q_SHd, k_RGd), _wide(k_RGd), _wide(v_RGd)
+    scores_GnSR = _block_scores(q_SGnd, k, causal)
+    lse_GnS = scores_GnSR.logsumexp(-1)
+    out = torch.einsum("gnsr,rgd->sgnd", (scores_GnSR - lse_GnS[..., None]).exp(), v)
+    return out.flatten(1, 2).to(q_SHd.dtype), lse_GnS.flatten(0, 1).t()
+
+
+def _dense_block_attention_backward(
+    grad_SHd: Tensor, q_SHd: Tensor, k_RGd: Tensor, v_RGd: Tensor, out_SHd: Tensor, lse_SH: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    q_SGnd, grad, out = (_grouped(x, k_RGd) for x in (q_SHd, grad_SHd, out_SHd))
+    k, v = _wide(k_RGd), _wide(v_RGd)
+    lse_GnS = lse_SH.t().unflatten(0, q_SGnd.shape[1:3])
+    p_GnSR = (_block_scores(q_SGnd, k, causal) - lse_GnS[..., None]).exp()
+    grad_p = torch.einsum("sgnd,rgd->gnsr", grad, v)
+    delta_GnS = (grad * out).sum(-1).permute(1, 2, 0)
+    grad_scores = p_GnSR * (grad_p - delta_GnS[..., None]) * q_SHd.shape[-1] ** -0.5
+    grad_q = torch.einsum("gnsr,rgd->sgnd", grad_scores, k).flatten(1, 2)
+    grad_k = torch.einsum("gnsr,sgnd->rgd", grad_scores, q_SGnd)
+    grad_v = torch.einsum("gnsr,sgnd->rgd", p_GnSR, grad)
+    return grad_q.to(q_SHd.dtype), grad_k.to(k_RGd.dtype), grad_v.to(v_RGd.dtype)
+
+
+def _block_scores(q_SGnd: Tensor, k_RGd: Tensor, causal: bool) -> Tensor:
+    """``[G, n, S, R]`` scaled scores, minus infinity where the causal mask hides a key."""
+    scores = torch.einsum("sgnd,rgd->gnsr", q_SGnd, k_RGd) * q_SGnd.shape[-1] ** -0.5
+    if not causal:
+        return scores
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    return scores.masked_fill_(hidden, -torch.inf)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _grouped(x_SHd: Tensor, k_RGd: Tensor) -> Tensor:
+    """``[S, G, n, d]`` in fp32 or wider: the n query heads of each key head."""
+    return _wide(x_SHd).unflatten(1, (k_RGd.shape[1], -1))
