@@ -54,7 +54,7 @@ def stage_layers(num_layers: int, num_stages: int, first_less: int = 1, last_les
     sizes = [share + (stage < left_over) for stage in range(num_stages)]
     sizes[0] -= first_less
     sizes[-1] -= last_less
-    what = f"{_count(num_layers, 'layer')} in {_count(num_stages, 'stage')}"
+    what = f"{_count(num_layers, 'layer')} cannot fill {num_stages} pipeline stages"
     for stage, name, less in ((0, "first", first_less), (-1, "last", last_less)):
         if sizes[stage] < 0:
             raise ValueError(

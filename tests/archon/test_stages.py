@@ -50,7 +50,7 @@ def test_balance_table(layers: int, stages: int, first: int, last: int, sizes: l
             5,
             1,
             1,
-            "2 layers in 5 stages: the share of the last stage is 0, "
+            "2 layers cannot fill 5 pipeline stages: the share of the last stage is 0, "
             "less than the 1 that pp_last_stage_less_layers takes from it",
         ),
         (
@@ -58,11 +58,11 @@ def test_balance_table(layers: int, stages: int, first: int, last: int, sizes: l
             4,
             3,
             0,
-            "4 layers in 4 stages: the share of the first stage is 2, "
+            "4 layers cannot fill 4 pipeline stages: the share of the first stage is 2, "
             "less than the 3 that pp_first_stage_less_layers takes from it",
         ),
-        (2, 4, 0, 0, "2 layers in 4 stages: stage 2 would hold none"),
-        (1, 3, 0, 0, "1 layer in 3 stages: stage 1 would hold none"),
+        (2, 4, 0, 0, "2 layers cannot fill 4 pipeline stages: stage 2 would hold none"),
+        (1, 3, 0, 0, "1 layer cannot fill 3 pipeline stages: stage 1 would hold none"),
     ],
 )
 def test_stages_without_a_layer_are_refused(layers: int, stages: int, first: int, last: int, sentence: str) -> None:
