@@ -20,6 +20,7 @@ TABLE = [
     ("(attn:d1p4t2c2|ffn:d1p4t1e4)", (1, 1, 4, 2, 2, 4, 1), 16, 1),
     ("(attn:d4t2|ffn:d2t2e2)", (4, 1, 1, 2, 1, 2, 2), 8, 2),
     ("(attn:d2r3t2|ffn:d1t2e2)", (2, 3, 1, 2, 1, 2, 2), 12, 1),
+    ("(attn:d1r2p2c4|ffn:d2p2t2)", (1, 2, 2, 1, 4, 1, 2), 16, 2),
 ]
 
 
@@ -84,6 +85,7 @@ def test_parse_backend() -> None:
     assert parse_backend("fsdp:d8") == ("fsdp", Layout(data=8))
     engine, layout = parse_backend("archon:(attn:d1p4t2c2|ffn:d1p4t1e4)")
     assert (engine, str(layout)) == ("archon", "(attn:d1p4t2c2|ffn:d1p4t1e4)")
+    assert parse_backend("archon:p2t2") == ("archon", Layout(pipeline=2, tensor=2))
     for text in ("d4t2", "archon", "archon:", ":d4", "(attn:d1|ffn:d1)", ""):
         with pytest.raises(ValueError, match="engine's name"):
             parse_backend(text)
@@ -119,6 +121,30 @@ def test_expert_coordinates_table() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "rank", "dense", "experts"),
+    [
+        # Experts borrow the context ranks: the same rank is context 1 of 2 and expert 1 of 2.
+        ("d2c2e2", 1, (0, 0, 0, 1, 0), (0, 0, 0, 1, 0)),
+        ("d2c2e2", 2, (0, 0, 1, 0, 0), (0, 0, 1, 0, 0)),
+        # They borrow data, context and tensor at once, within their own stage and replica.
+        ("d2r2p2t2c2e8", 7, (0, 0, 1, 1, 1), (0, 0, 0, 7, 0)),
+        ("d2r2p2t2c2e8", 8, (0, 1, 0, 0, 0), (0, 1, 0, 0, 0)),
+        ("d2r2p2t2c2e8", 29, (1, 1, 1, 0, 1), (1, 1, 0, 5, 0)),
+        ("d2r2p2t2c2e8", 31, (1, 1, 1, 1, 1), (1, 1, 0, 7, 0)),
+        # Split experts: the dense t and the ffn t need not agree.
+        ("(attn:d1r2p2c4|ffn:d2p2t2)", 6, (0, 1, 0, 2, 0), (0, 1, 1, 0, 0)),
+        ("(attn:d1r2p2c4|ffn:d2p2t2)", 15, (1, 1, 0, 3, 0), (1, 1, 1, 0, 1)),
+        ("(attn:d1p4t2c2|ffn:d1p4t1e4)", 13, (3, 0, 0, 0, 1), (3, 0, 0, 1, 0)),
+        ("(attn:d2r3t2|ffn:d1t2e2)", 10, (0, 2, 1, 0, 0), (0, 2, 0, 1, 0)),
+    ],
+)
+def test_one_rank_in_both_views(text: str, rank: int, dense: tuple[int, ...], experts: tuple[int, ...]) -> None:
+    layout = Layout.parse(text)
+    assert (layout.coordinates(rank), layout.expert_coordinates(rank)) == (dense, experts)
+    assert layout.rank(Coordinates(*dense)) == layout.expert_rank(ExpertCoordinates(*experts)) == rank
+
+
+@pytest.mark.parametrize(
     ("text", "axes", "groups"),
     [
         ("d2t2", ("t",), [(0, 1), (2, 3)]),
@@ -137,6 +163,14 @@ def test_expert_coordinates_table() -> None:
         ("(attn:d4t2|ffn:d2t2e2)", ("e",), [(0, 2), (1, 3), (4, 6), (5, 7)]),
         ("(attn:d4t2|ffn:d2t2e2)", ("ed",), [(0, 4), (1, 5), (2, 6), (3, 7)]),
         ("d2r2e2", ("r", "ed"), [(0, 2), (1, 3)]),
+        # Everyone who holds the same weights, or another part of the batch: replicas, data and context together.
+        ("d2r2c2", ("r", "d", "c"), [(0, 1, 2, 3, 4, 5, 6, 7)]),
+        ("d1r2t2c2", ("r", "d", "c"), [(0, 2, 4, 6), (1, 3, 5, 7)]),
+        # Experts never reach beyond their replica or stage.
+        ("d2r2e2", ("e",), [(0, 1), (2, 3)]),
+        ("d1p2c2e2", ("e",), [(0, 1), (2, 3)]),
+        ("(attn:d1r2c4|ffn:t2e2)", ("e", "et"), [(0, 1, 2, 3), (4, 5, 6, 7)]),
+        ("(attn:d1r2c4|ffn:t2e2)", ("r", "ed"), [(0, 4), (1, 5), (2, 6), (3, 7)]),
     ],
 )
 def test_groups_table(text: str, axes: tuple[str, ...], groups: list[tuple[int, ...]]) -> None:
