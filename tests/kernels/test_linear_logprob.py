@@ -1,9 +1,11 @@
-"""linear_logprob against fp64 autograd over whole logits."""
+"""linear_logprob against fp64 autograd over whole logits, and split over ranks against itself in one process."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
+from rank_pool import RankPool
 from torch import Tensor
 
 from archon_kernels.linear_logprob import linear_logprob
@@ -132,6 +134,83 @@ def test_memory_is_bounded_by_the_tile() -> None:
         logprobs, entropy = linear_logprob(h, w, targets, with_entropy=True, tile_elements=16 * vocab)
         (logprobs + entropy).sum().backward()  # type: ignore[operator]
     assert largest <= 16 * vocab < rows * vocab
+
+
+SPLITS = ((50, 51), (101, 0), (1, 60, 7, 33), (26, 25, 25, 25))  # rows of a vocabulary of 101 on each rank
+KINDS = ("fp64", "fp32", "bf16", "no_rows", "large_scores", "frozen_head")
+
+
+def split_inputs(kind: str) -> list[Tensor]:
+    """hidden, weight, targets, temperature and the gradients of both results."""
+    dtype = {"fp64": torch.float64, "bf16": torch.bfloat16}.get(kind, torch.float32)
+    tensors = list(inputs(0 if kind == "no_rows" else 23, 16, 101, dtype))
+    tensors[0] *= 1e3 if kind == "large_scores" else 0.5
+    return tensors
+
+
+def score(kind: str, start: int, stop: int, tile_elements: int, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
+    """Results and gradients with the rows ``start:stop`` of the vocabulary."""
+    hidden, weight, targets, temperature, pull = split_inputs(kind)
+    h, w = hidden.requires_grad_(), weight[start:stop].requires_grad_(kind != "frozen_head")
+    logprobs, entropy = linear_logprob(
+        h,
+        w,
+        targets,
+        temperature=temperature,
+        with_entropy=True,
+        tile_elements=tile_elements,
+        vocab_start=start,
+        group=group,
+    )
+    assert entropy is not None
+    (pull[0] * logprobs + pull[1] * entropy).sum().backward()
+    results = {"logprobs": logprobs, "entropy": entropy, "hidden.grad": h.grad}
+    return {name: x.detach() for name, x in results.items()} | ({} if w.grad is None else {"weight.grad": w.grad})
+
+
+def score_splits() -> dict[tuple[tuple[int, ...], str], dict[str, Tensor]]:
+    """Every case on its first ranks; the others only watch its group being made."""
+    results = {}
+    for split in SPLITS:
+        group = dist.new_group(list(range(len(split))))
+        rank = dist.get_rank()
+        if rank < len(split):
+            start = sum(split[:rank])
+            for kind in KINDS:
+                results[split, kind] = score(kind, start, start + split[rank], 51 * 5, group)
+    return results
+
+
+@pytest.fixture(scope="module")
+def split_results() -> list[dict[tuple[tuple[int, ...], str], dict[str, Tensor]]]:
+    return RankPool(4).run(score_splits, 4)
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_layout_parity_of_a_vocabulary_split_over_ranks(
+    split_results: list[dict[tuple[tuple[int, ...], str], dict[str, Tensor]]], split: tuple[int, ...], kind: str
+) -> None:
+    ranks = [results[split, kind] for results in split_results[: len(split)]]
+    right = score(kind, 0, 101, 101 * 23, None)
+    for name in ("logprobs", "entropy"):
+        assert all(torch.equal(rank[name], ranks[0][name]) for rank in ranks)
+        torch.testing.assert_close(
+            ranks[0][name], right[name], atol=1e-5 if kind != "large_scores" else 2e-3, rtol=1e-6
+        )
+    assert ("weight.grad" in right) == ("weight.grad" in ranks[0]) == (kind != "frozen_head")
+    ours = {"hidden.grad": torch.stack([rank["hidden.grad"].double() for rank in ranks]).sum(0)}
+    if kind != "frozen_head":
+        ours["weight.grad"] = torch.cat([rank["weight.grad"] for rank in ranks]).double()
+    for name, gradient in ours.items():
+        tolerance = {"fp64": 1e-12, "bf16": 1e-2}.get(kind, 1e-5)
+        assert (gradient - right[name].double()).norm() <= tolerance * right[name].double().norm()
+
+
+def test_a_start_in_the_vocabulary_needs_a_group() -> None:
+    hidden, weight, targets, _, _ = inputs(3, 8, 11, torch.float32)
+    with pytest.raises(ValueError, match="vocab_start is 11 without a group"):
+        linear_logprob(hidden, weight, targets, vocab_start=11)
 
 
 @pytest.mark.parametrize(
