@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -186,14 +186,15 @@ def test_what_a_rank_started_ends_with_it(tmp_path: Path) -> None:
     assert wait_until(lambda: not any(alive(int(pid)) for pid in (tmp_path / "pids").read_text().split()))
 
 
-def test_ranks_end_with_a_killed_parent(tmp_path: Path) -> None:
-    pids = tmp_path / "pids"
-    script = f"import test_rank_pool as t; t.POOL.run(t.start_a_child, 1, {str(pids)!r})"
-    path = os.pathsep.join(sys.path)
-    parent = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path})
-    try:
-        assert wait_until(lambda: pids.exists() and len(pids.read_text().split()) == 2, seconds=60.0)
-    finally:
-        parent.send_signal(signal.SIGKILL)
-        parent.wait()
-    assert wait_until(lambda: not any(alive(int(pid)) for pid in pids.read_text().split()))
+def test_ranks_end_with_a_killed_parent() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # holds what the parent cannot remove; its path is short for sockets
+        pids = Path(folder) / "pids"
+        script = f"import test_rank_pool as t; t.POOL.run(t.start_a_child, 1, {str(pids)!r})"
+        variables = {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": folder}
+        parent = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, **variables})
+        try:
+            assert wait_until(lambda: pids.exists() and len(pids.read_text().split()) == 2, seconds=60.0)
+        finally:
+            parent.kill()
+            parent.wait()
+        assert wait_until(lambda: not any(alive(int(pid)) for pid in pids.read_text().split()))
