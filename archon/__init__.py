@@ -5,5 +5,16 @@ from archon.engine import Engine
 from archon.layout import Layout
 from archon.losses import Loss, LossFn, LossSpec, TokenOutputs
 from archon.optim import OptimizerConfig
+from archon.options import Options
 
-__all__ = ["Engine", "Layout", "Loss", "LossFn", "LossSpec", "OptimizerConfig", "PackedBatch", "TokenOutputs"]
+__all__ = [
+    "Engine",
+    "Layout",
+    "Loss",
+    "LossFn",
+    "LossSpec",
+    "OptimizerConfig",
+    "Options",
+    "PackedBatch",
+    "TokenOutputs",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -217,3 +218,17 @@ def mini_batches(batch: PackedBatch, count: int) -> list[list[int]]:
         shares[share].append(unit)
         totals[share] += sizes[unit]
     return [[index for unit in sorted(share) for index in units[unit]] for share in shares if share]
+
+
+def balanced_bins(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """Indices of ``sizes`` in ``count`` bins of similar sums: the largest first, each into the emptiest bin.
+
+    Bins stay empty where there are fewer sizes.
+    """
+    bins: list[list[int]] = [[] for _ in range(count)]
+    heap = [(0, number) for number in range(count)]
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        total, number = heapq.heappop(heap)
+        bins[number].append(index)
+        heapq.heappush(heap, (total + sizes[index], number))
+    return bins

@@ -24,12 +24,14 @@ class TokenOutputs:
         entropy: ``[T]`` fp32 nats, of the distribution token t was drawn from; 0 where the mask is 0.
         values: ``[T]`` fp32, from the hidden state of token t-1.
         last_value: ``[N]`` fp32, from the last hidden state of each sequence.
+        routed_experts: ``[T, L, K]`` int64 choices of the K experts of each token in the L sparse layers.
     """
 
     logprobs: Tensor | None = None
     entropy: Tensor | None = None
     values: Tensor | None = None
     last_value: Tensor | None = None
+    routed_experts: Tensor | None = None
 
 
 @dataclass(frozen=True)

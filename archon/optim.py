@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -57,51 +58,83 @@ class OptimizerConfig:
         return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * shape)
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Optimizer over the model's trainable parameters, which are fp32 and are the masters."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Optimizer over this rank's shards of fp32 parameters, which are the masters.
+
+    It updates local tensors in place: its arithmetic is elementwise, and so it need not know how they are distributed.
+    """
+    shards = [(local_shard(parameter), parameter.ndim) for parameter in parameters if parameter.requires_grad]
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [shard for shard, ndim in shards if ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [shard for shard, ndim in shards if ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     if config.type == "sgd":
         return torch.optim.SGD(groups, lr=config.lr)
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
-    for parameter in parameters:
+    for shard, _ in shards:
         # Saving an optimizer without states makes torch take a step of its own to create them, and that step counts.
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
+        optimizer.state[shard] = {
+            "step": torch.zeros((), dtype=torch.float32, device=shard.device),
+            "exp_avg": torch.zeros_like(shard),
+            "exp_avg_sq": torch.zeros_like(shard),
         }
     return optimizer
 
 
+def apply_gradients(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """One update from the gradients of the parameters that the optimizer was built over."""
+    shards = []
+    for parameter in parameters:
+        shard = local_shard(parameter)
+        if shard is not parameter:
+            shard.grad = None if parameter.grad is None else local_shard(parameter.grad)
+            shards.append(shard)
+    optimizer.step()
+    for shard in shards:
+        shard.grad = None
+
+
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Global L2 norm of all gradients, fp32 scalar; 0 when there is none."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if not gradients:
-        return torch.zeros(())
-    norm = torch.nn.utils.get_total_norm(gradients)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    """Global L2 norm of all gradients, fp64 scalar on the CPU; 0 when there is none.
+
+    Every rank of the default group calls it with its own parameters. A piece that several ranks hold counts once.
+    """
+    total = torch.zeros((), dtype=torch.float64)
+    gradients = [(local_shard(p.grad), _copies(p)) for p in parameters if p.grad is not None]
+    if gradients:
+        norms = torch.stack(torch._foreach_norm([gradient for gradient, _ in gradients])).to("cpu", torch.float64)
+        total = (norms.square() / torch.tensor([copies for _, copies in gradients])).sum()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(total)
+    return total.sqrt()
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None:
     """Scale all gradients so that their global norm is at most ``limit``."""
     scale = float(limit / (norm + 1e-6))
-    if scale < 1.0:
-        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], scale)
+    gradients = [local_shard(p.grad) for p in parameters if p.grad is not None]
+    if scale < 1.0 and gradients:
+        torch._foreach_mul_(gradients, scale)
 
 
-def nonfinite_gradients(model: nn.Module) -> list[str]:
-    """Names of the parameters whose gradient holds NaN or infinity."""
+def nonfinite_gradients(named: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
+    """Names of the parameters of which this rank's gradient holds NaN or infinity."""
     return [
         name
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None and not torch.isfinite(_local(parameter.grad)).all()
+        for name, parameter in named
+        if parameter.grad is not None and not torch.isfinite(local_shard(parameter.grad)).all()
     ]
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def local_shard(tensor: Tensor) -> Tensor:
+    """This rank's part of a distributed tensor, sharing its memory; a plain tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _copies(parameter: Tensor) -> int:
+    """How many ranks hold the same piece of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    mesh = parameter.device_mesh
+    return math.prod(mesh.size(axis) for axis, where in enumerate(parameter.placements) if where.is_replicate())

@@ -16,7 +16,7 @@ ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
 
 @dataclass(frozen=True)
 class Options:
-    """Choices beside the layout. The defaults run everywhere; those named ``moe_`` change what is learned, others never.
+    """Choices beside the layout. The defaults run everywhere. Those named ``moe_`` change what is learned, others not.
 
     Attributes:
         context: ``ulysses`` exchanges heads for tokens over as many context ranks as the heads allow, and goes around a

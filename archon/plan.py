@@ -9,6 +9,7 @@ import torch
 
 from archon.models.config import ModelConfig
 from archon.models.decoder import Decoder
+from archon.parallel.recompute import layer_activation_bytes, norm_activation_bytes
 from archon_kernels.linear_logprob import TILE_ELEMENTS
 
 _FP32 = 4
@@ -99,27 +100,7 @@ def kv_bytes_per_token(config: ModelConfig, width: int) -> int:
 
 def activation_bytes_per_token(config: ModelConfig, width: int, recompute: bool) -> int:
     """Bytes kept for backward per token of a micro-batch, with ``width`` bytes a number."""
-    layers = [_layer_activations(config, width, index) for index in range(config.num_hidden_layers)]
+    layers = [layer_activation_bytes(config, width, index) for index in range(config.num_hidden_layers)]
     hidden = config.hidden_size
-    head = _norm_activations(hidden) + hidden * width  # the final norm, and the rows chosen for the head
+    head = norm_activation_bytes(hidden) + hidden * width  # the final norm, and the rows chosen for the head
     return (len(layers) * hidden * width + max(layers) if recompute else sum(layers)) + head
-
-
-def _norm_activations(size: int) -> int:
-    """A norm keeps its input before and after scaling by the root mean square, both in fp32."""
-    return 2 * _FP32 * size
-
-
-def _layer_activations(config: ModelConfig, width: int, index: int) -> int:
-    """What the operations of one layer save, in bytes per token."""
-    hidden, moe = config.hidden_size, config.moe
-    queries = config.num_attention_heads * config.head_dim
-    keys = config.num_key_value_heads * config.head_dim
-    size = 2 * (_norm_activations(hidden) + width * hidden)  # both norms, and what the projections read
-    size += width * (3 * queries + 2 * keys)  # q, k, v; the output, as attention and as the projection saw it
-    if config.qk_norm:
-        size += _norm_activations(queries + keys)
-    if moe is None or index not in moe.layers:
-        return size + width * 4 * config.intermediate_size  # gate, silu(gate), up, their product
-    size += _FP32 * ((hidden if width < _FP32 else 0) + moe.num_experts)  # the router's input and scores
-    return size + width * moe.experts_per_token * (2 * hidden + 4 * moe.intermediate_size)  # rows in, out, and as above

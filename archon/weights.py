@@ -20,7 +20,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +28,21 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from archon.folders import new_folder
+from archon.parallel.tensor import assign
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING, HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
+BALANCE_BIAS = ".e_score_correction_bias"
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 MAX_SHARD_BYTES = 5_000_000_000
 
 _STACKED = re.compile(r"(?P<layer>.+\.experts)\.(?P<kind>gate_up_proj|down_proj)")
 _EXPERT = re.compile(r"(?P<layer>.+\.experts)\.(?P<expert>\d+)\.(?P<kind>gate_proj|up_proj|down_proj)\.weight")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _DERIVED = re.compile(r".+\.rotary_emb\.inv_freq")  # a buffer that old Llama folders hold; the config implies it
 _LOADABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -62,12 +65,30 @@ def named_weights(module: nn.Module, dtype: torch.dtype | None = None) -> Iterat
         module: a model with the parameter names of Hugging Face models.
         dtype: cast to it; None keeps the dtype of the parameters.
     """
-    for name, parameter in module.named_parameters():
-        value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
-        yield from _split(name, value.to("cpu", dtype or value.dtype))
+    for name, tensor in stored_tensors(module):
+        yield from split_stack(name, whole_tensor(tensor, dtype).cpu())
 
 
-def _split(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+def stored_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters of a module and what else belongs into a folder: the balance bias of routers."""
+    yield from module.named_parameters()
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name.endswith(BALANCE_BIAS))
+
+
+def layer_of(name: str) -> int | None:
+    """Index of the layer that a name in memory or on disk belongs to; None for embedding, final norm and head."""
+    found = _LAYER.match(name)
+    return int(found[1]) if found else None
+
+
+def whole_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A parameter gathered from all ranks that hold a part of it, cast before it travels."""
+    value = tensor.detach().to(dtype or tensor.dtype)
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def split_stack(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """``(disk name, tensor)`` of a tensor in memory: one for each expert of a stack, else itself."""
     stacked = _STACKED.fullmatch(name)
     if not stacked:
         yield name, value
@@ -77,7 +98,7 @@ def _split(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
         if stacked["kind"] == "down_proj":
             yield f"{prefix}.down_proj.weight", matrix
             continue
-        gate, up = matrix.chunk(2)
+        gate, up = matrix.unbind() if matrix.ndim == 3 else matrix.chunk(2)
         yield f"{prefix}.gate_proj.weight", gate
         yield f"{prefix}.up_proj.weight", up
 
@@ -86,36 +107,50 @@ def _split(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def load_named(module: nn.Module, named: NamedTensors) -> None:
+def load_named(module: nn.Module | Sequence[nn.Module], named: NamedTensors, *, whole: nn.Module | None = None) -> None:
     """Copy named tensors into a module, each cast to the dtype of its parameter, and account for every parameter.
 
-    Stacked experts under their memory names are accepted too. A head beside a tied embedding must equal it.
+    Stacked experts under their memory names are accepted too. A head beside a tied embedding must equal it. A critic
+    takes the weights of a causal language model, and the other way round: a head that the model does not have is left
+    out, and a ``score`` that is not there starts at 0. Each rank of a
+    layout keeps its own pieces; nothing is communicated.
+
+    Args:
+        module: what to fill, or the parts of a pipeline that this process holds.
+        named: the tensors of the whole model.
+        whole: the whole model, where ``module`` is a part of it; the meta device will do.
 
     Raises:
         WeightsError: parameters missing, unexpected, given twice, of another shape, in a dtype that is no plain float,
             or a head that differs from the embedding it is tied to. The module may be partly overwritten by then.
     """
-    loader = _Loader(module)
+    parts = [module] if isinstance(module, nn.Module) else list(module)
+    loader = _Loader(parts, whole or parts[0])
     for name, tensor in named:
         loader.add(name, tensor)
     loader.finish()
 
 
 class _Loader:
-    """Places of a module that wait for a tensor, by disk name."""
+    """Places of a model that wait for a tensor, by disk name."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.parameters = dict(module.named_parameters())
-        on_meta = [name for name, parameter in self.parameters.items() if parameter.is_meta]
+    def __init__(self, parts: Sequence[nn.Module], whole: nn.Module) -> None:
+        self.places: dict[str, list[Tensor]] = {}
+        for part in parts:
+            for name, tensor in stored_tensors(part):
+                self.places.setdefault(name, []).append(tensor)
+        on_meta = [name for name, tensors in self.places.items() if tensors[0].is_meta]
         if on_meta:
             raise WeightsError(f"{on_meta[0]} is on the meta device: call module.to_empty(device=…) before loading")
+        self.whole = dict(stored_tensors(whole))
         self.shapes = {
             disk: part.shape
-            for name, parameter in self.parameters.items()
-            for disk, part in _split(name, torch.empty(parameter.shape, device="meta"))
+            for name, tensor in self.whole.items()
+            for disk, part in split_stack(name, torch.empty(tensor.shape, device="meta"))
         }
         self.missing = dict.fromkeys(self.shapes)
-        self.tied = HEAD not in self.parameters and EMBEDDING in self.parameters
+        self.tied = HEAD not in self.whole and EMBEDDING in self.whole and SCORE not in self.whole
+        self.embedding: Tensor | None = None
         self.head: Tensor | None = None
         self.gathered: dict[str, Tensor] = {}
         self.errors: dict[str, list[str]] = {}
@@ -124,10 +159,10 @@ class _Loader:
         if tensor.dtype not in _LOADABLE:
             self._error("in a dtype that needs more than a cast", f"{name} ({tensor.dtype})")
             self.missing.pop(name, None)
-        elif self.tied and name == HEAD:
-            self.head = tensor
-        elif name in self.parameters and _STACKED.fullmatch(name):
-            for disk, part in _split(name, tensor) if self._fits(name, tensor) else ():
+        elif name in (HEAD, SCORE) and name not in self.whole:
+            self.head = tensor if name == HEAD else self.head
+        elif name in self.whole and _STACKED.fullmatch(name):
+            for disk, part in split_stack(name, tensor) if self._fits(name, tensor) else ():
                 self.add(disk, part)
         elif name not in self.shapes:
             if not _DERIVED.fullmatch(name):
@@ -142,56 +177,73 @@ class _Loader:
                 self._error("of another shape", f"{name} {tuple(tensor.shape)} for {tuple(self.shapes[name])}")
 
     def _fits(self, name: str, tensor: Tensor) -> bool:
-        shape = self.parameters[name].shape
+        shape = self.whole[name].shape
         if tensor.shape == shape:
             return True
         self._error("of another shape", f"{name} {tuple(tensor.shape)} for {tuple(shape)}")
-        for disk, _ in _split(name, torch.empty(shape, device="meta")):
+        for disk, _ in split_stack(name, torch.empty(shape, device="meta")):
             self.missing.pop(disk, None)
         return False
 
     def _copy(self, disk: str, tensor: Tensor) -> None:
+        if disk == EMBEDDING and self.tied:
+            self.embedding = tensor
         expert = _EXPERT.fullmatch(disk)
-        if expert is None or disk in self.parameters:
+        if expert is None or disk in self.whole:
             self._assign(disk, tensor)
             return
         kind = "down_proj" if expert["kind"] == "down_proj" else "gate_up_proj"
         name, index = f"{expert['layer']}.{kind}", int(expert["expert"])
-        parameter = self.parameters[name]
-        whole: Tensor = parameter.detach()
-        if isinstance(parameter, DTensor):
-            # A shard is cut from the whole stack, so the stack is put together first.
-            whole = self.gathered.setdefault(name, torch.empty(parameter.shape, dtype=parameter.dtype))
-        part = whole[index] if kind == "down_proj" else whole[index].chunk(2)[expert["kind"] == "up_proj"]
-        part.copy_(tensor)
-        if name in self.gathered and not any(disk in self.missing for disk, _ in _split(name, whole)):
+        if name not in self.places:
+            return
+        target = self._stack(name)[index]
+        if expert["kind"] != "down_proj":
+            target = target.flatten(0, -2).chunk(2)[expert["kind"] == "up_proj"]
+        target.copy_(tensor)
+        self._assign_stack(name)
+
+    def _stack(self, name: str) -> Tensor:
+        """The stack that an expert goes into: the parameter, or the whole of it, from which shards are cut."""
+        place = self.places[name][0]
+        if not isinstance(place, DTensor):
+            return place.detach()
+        if name not in self.gathered:
+            self.gathered[name] = torch.empty(place.shape, dtype=place.dtype)
+        return self.gathered[name]
+
+    def _assign_stack(self, name: str) -> None:
+        """Once a stack that had to be put together is complete, cut this rank's piece from it."""
+        if name in self.gathered and not any(
+            disk in self.missing for disk, _ in split_stack(name, torch.empty(self.whole[name].shape, device="meta"))
+        ):
             self._assign(name, self.gathered.pop(name))
 
-    def _assign(self, name: str, tensor: Tensor) -> None:
-        parameter = self.parameters[name]
-        if isinstance(parameter, DTensor):
-            value = tensor.to(parameter.device, parameter.dtype)
-            # Every rank holds the whole tensor and cuts its own shard; no rank sends.
-            tensor = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        parameter.detach().copy_(tensor)
+    def _assign(self, name: str, whole: Tensor) -> None:
+        for place in self.places.get(name, ()):
+            assign(place, whole)
 
-    def _error(self, kind: str, what: str) -> None:
-        self.errors.setdefault(kind, []).append(what)
+    def _error(self, kind: str, name: str) -> None:
+        self.errors.setdefault(kind, []).append(name)
 
     def finish(self) -> None:
+        self._initial_values()
         if self.missing:
             self.errors = {"missing": list(self.missing), **self.errors}
-        elif self.head is not None and not self._head_equals_embedding():
+        elif self.tied and self.head is not None and not self._head_equals_embedding():
             self._error("different from the embedding that the config ties it to", HEAD)
         if self.errors:
             raise WeightsError("; ".join(f"{len(names)} {kind}: {_some(names)}" for kind, names in self.errors.items()))
 
+    def _initial_values(self) -> None:
+        """What a pretrained folder need not hold starts at 0: the score of a critic, the balance bias of routers."""
+        for name in [name for name in self.missing if name == SCORE or name.endswith(BALANCE_BIAS)]:
+            del self.missing[name]
+            self._assign(name, torch.zeros(self.shapes[name]))
+
     def _head_equals_embedding(self) -> bool:
-        assert self.head is not None
-        parameter = self.parameters[EMBEDDING]
-        embedding = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        head = self.head.to(embedding.device, embedding.dtype)
-        return head.shape == embedding.shape and torch.equal(head, embedding)
+        assert self.head is not None and self.embedding is not None
+        # Compared as the parameters hold them: the two may have been saved in different dtypes.
+        return self.head.shape == self.embedding.shape and torch.equal(self.head.float(), self.embedding.float())
 
 
 def _some(names: list[str], limit: int = 10) -> str:
@@ -202,7 +254,7 @@ def _some(names: list[str], limit: int = 10) -> str:
 # ---- folders
 
 
-def load_folder(module: nn.Module, path: str | Path) -> None:
+def load_folder(module: nn.Module | Sequence[nn.Module], path: str | Path, *, whole: nn.Module | None = None) -> None:
     """Load the safetensors of a model folder, one file or a sharded index. The folder is only read.
 
     Raises:
@@ -210,7 +262,7 @@ def load_folder(module: nn.Module, path: str | Path) -> None:
         WeightsError: see ``load_named``; the message names the folder.
     """
     try:
-        load_named(module, read_folder(path))
+        load_named(module, read_folder(path), whole=whole)
     except WeightsError as error:
         raise WeightsError(f"{path}: {error}") from error
 

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from archon.parallel.tensor import local
+
 
 class RMSNorm(nn.Module):
     """``x / sqrt(mean(x²) + eps) * weight`` over the last dimension, in fp32 inside, in the dtype of x outside."""
@@ -16,4 +18,4 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x, self.weight.shape, local(self.weight), self.eps)

@@ -1,0 +1,128 @@
+"""The model of one process: its parts, distributed as the layout says, and its weights as one stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from archon import weights
+from archon.mesh import Ranks
+from archon.models.config import ModelConfig
+from archon.models.decoder import Decoder, Part
+from archon.optim import local_shard
+from archon.options import Options
+from archon.parallel.data import shard_model
+from archon.parallel.pipeline import Pipeline, model_parts
+from archon.parallel.stages import rank_of_stage, stages_of_rank
+from archon.parallel.tensor import distribute_parameters
+
+
+class ShardedModel:
+    """A decoder spread over the processes of a layout; every process makes the same calls.
+
+    Attributes:
+        parts: what this process holds, by pipeline stage.
+        pipeline: runs micro-batches through them.
+        whole: the undistributed model on the meta device: names and shapes of everything.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ranks: Ranks,
+        options: Options,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        is_critic: bool,
+    ) -> None:
+        self.config, self.ranks, self.options = config, ranks, options
+        self.dtype, self.device, self.is_critic = dtype, device, is_critic
+        with torch.device("meta"):
+            self.whole = Decoder(config, options=options, is_critic=is_critic)
+        self._split = model_parts(config, ranks.layout, options)
+        mine = stages_of_rank(options.pp_schedule, ranks.place.pipeline, ranks.layout.pipeline, len(self._split))
+        self.parts = {stage: self._build(self._split[stage]) for stage in mine}
+        self.pipeline = Pipeline(self.parts, ranks, options, dtype)
+
+    def _build(self, part: Part) -> Decoder:
+        with torch.device("meta"):
+            model = Decoder(self.config, part, ranks=self.ranks, options=self.options, is_critic=self.is_critic)
+            distribute_parameters(model, self.config, self.ranks)
+        shard_model(model, self.ranks, self.dtype, self.options)
+        model.to_empty(device="cpu" if self.options.offload_params else self.device)
+        if self.options.compile is not None:
+            for layer in model.model.layers.values():
+                layer.compile(backend=self.options.compile)
+        return model
+
+    def train_mode(self, training: bool) -> None:
+        for part in self.parts.values():
+            part.train(training)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What this process holds, without the second copy of an embedding that two stages share."""
+        for part in self.parts.values():
+            for name, parameter in part.named_parameters():
+                if name != weights.EMBEDDING or part.part.first:
+                    yield name, parameter
+
+    @property
+    def all_parameters(self) -> list[nn.Parameter]:
+        """What this process holds, second copies included."""
+        return [parameter for part in self.parts.values() for parameter in part.parameters()]
+
+    def share_embedding_gradient(self) -> None:
+        """Where the first and the last stage hold the same embedding, give both the sum of their gradients."""
+        group = self.ranks.tied_embedding
+        held = [part.model.embed_tokens.weight for part in self.parts.values() if hasattr(part.model, "embed_tokens")]
+        gradients = [local_shard(weight.grad) for weight in held if weight.grad is not None]
+        if group is not None and gradients:
+            dist.all_reduce(gradients[0], group=group)
+        elif len(gradients) == 2:  # a schedule that brings the last stage back to the process of the first
+            gradients[0] += gradients[1]
+            gradients[1].copy_(gradients[0])
+
+    def load(self, named: weights.NamedTensors) -> None:
+        """Fill the parts from the weights of the whole model, which every process reads; see ``weights.load_named``."""
+        weights.load_named(list(self.parts.values()), named, whole=self.whole)
+
+    def load_folder(self, path: Path) -> None:
+        """Load a model folder; see ``weights.load_folder``."""
+        weights.load_folder(list(self.parts.values()), path, whole=self.whole)
+
+    @torch.no_grad()
+    def stream(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """``(disk name, CPU tensor)`` of the whole model, one tensor in memory gathered at a time, in every process.
+
+        A collective: every process iterates to the end. A tensor may share memory with the model.
+        """
+        stored = {name: tensor for part in self.parts.values() for name, tensor in weights.stored_tensors(part)}
+        holders = self._holders()
+        for name, template in weights.stored_tensors(self.whole):
+            shared = self.ranks.pipeline is not None
+            if not shared or holders[name] == self.ranks.rank:
+                value = weights.whole_tensor(stored[name], dtype)
+            else:
+                value = torch.empty(template.shape, dtype=dtype or template.dtype, device=self.device)
+            value = value.to(self.device).reshape(template.shape).contiguous()
+            if shared:
+                dist.broadcast(value, holders[name], group=self.ranks.pipeline)
+            yield from weights.split_stack(name, value.cpu())
+
+    def _holders(self) -> dict[str, int]:
+        """By name in memory, the rank of this copy's pipeline that holds the tensor."""
+        layout, place = self.ranks.layout, self.ranks.place
+        last = len(self._split) - 1
+        stage_of = {layer: stage for stage, part in enumerate(self._split) for layer in part.layers}
+        holders = {}
+        for name, _ in weights.stored_tensors(self.whole):
+            layer = weights.layer_of(name)
+            stage = stage_of[layer] if layer is not None else 0 if name == weights.EMBEDDING else last
+            where = rank_of_stage(self.options.pp_schedule, stage, layout.pipeline)
+            holders[name] = layout.rank(place._replace(pipeline=where))
+        return holders

@@ -1,0 +1,88 @@
+"""Activation recomputation: what a layer keeps for backward, and which layers compute it again instead."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
+
+from archon.models.config import ModelConfig
+from archon.options import Options
+
+_FP32 = 4
+_KEPT_OPS = ("mm", "addmm", "bmm", "_grouped_mm", "_scaled_dot_product", "all_to_all", "all_gather", "reduce_scatter")
+"""Beginnings of the names of operations whose results selective recomputation keeps: arithmetic and communication."""
+
+LayerPlan = dict[int, Literal["layer", "op"]]
+"""By layer, what backward recomputes: all of it, or all but the results of the expensive operations."""
+
+
+def plan_recompute(options: Options, config: ModelConfig) -> LayerPlan:
+    """Which layers of a model recompute, of all layers, so that every pipeline stage agrees."""
+    layers = range(config.num_hidden_layers)
+    if options.ac_mode == "full":
+        return dict.fromkeys(layers, "layer")
+    if options.ac_mode == "selective":
+        if options.selective_ac_option == "op":
+            return dict.fromkeys(layers, "op")
+        return dict.fromkeys(layers[:: options.selective_ac_option], "layer")
+    if options.ac_mode == "memory_budget":
+        return dict.fromkeys(_layers_over_budget(options.ac_memory_budget, config), "layer")
+    return {}
+
+
+def _layers_over_budget(budget: float, config: ModelConfig) -> list[int]:
+    """The first layers, as many as must recompute for the rest to keep at most ``budget`` of all activations.
+
+    Early layers, because theirs are held longest.
+    """
+    sizes = [layer_activation_bytes(config, _FP32, index) for index in range(config.num_hidden_layers)]
+    kept, allowed = sum(sizes), budget * sum(sizes)
+    chosen = []
+    for index, size in enumerate(sizes):
+        if kept <= allowed:
+            break
+        chosen.append(index)
+        kept -= size
+    return chosen
+
+
+def run_layer(how: Literal["layer", "op"] | None, layer: nn.Module, *args: Any) -> Tensor:
+    """Run a layer so that backward recomputes what ``how`` says; None keeps everything."""
+    if how is None or not torch.is_grad_enabled():
+        return layer(*args)
+    contexts = partial(create_selective_checkpoint_contexts, _keep_expensive) if how == "op" else noop_context_fn
+    return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+
+def _keep_expensive(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = op.name().partition("::")[2]
+    return CheckpointPolicy.MUST_SAVE if name.startswith(_KEPT_OPS) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def norm_activation_bytes(size: int) -> int:
+    """A norm keeps its input before and after scaling by the root mean square, both in fp32."""
+    return 2 * _FP32 * size
+
+
+def layer_activation_bytes(config: ModelConfig, width: int, index: int) -> int:
+    """What the operations of one layer save, in bytes per token, with ``width`` bytes a number."""
+    hidden, moe = config.hidden_size, config.moe
+    queries = config.num_attention_heads * config.head_dim
+    keys = config.num_key_value_heads * config.head_dim
+    size = 2 * (norm_activation_bytes(hidden) + width * hidden)  # both norms, and what the projections read
+    size += width * (3 * queries + 2 * keys)  # q, k, v; the output, as attention and as the projection saw it
+    if config.qk_norm:
+        size += norm_activation_bytes(queries + keys)
+    if moe is None or index not in moe.layers:
+        return size + width * 4 * config.intermediate_size  # gate, silu(gate), up, their product
+    size += _FP32 * ((hidden if width < _FP32 else 0) + moe.num_experts)  # the router's input and scores
+    return size + width * moe.experts_per_token * (2 * hidden + 4 * moe.intermediate_size)  # rows in, out, and as above

@@ -1,0 +1,197 @@
+"""What every layout must reproduce: models, batches and losses, and everything that an engine makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import archon
+from archon.batch import PackedBatch
+from archon.losses import Loss, TokenOutputs
+from archon.training_state import training_state
+from archon.weights import SCORE, named_weights, save_folder
+from tiny_models import build, relative_error
+
+LENGTHS = (1, 2, 37, 5, 64, 13, 20, 90, 8, 3, 41)
+STEPS = 3
+SHAPE: dict[str, Any] = {
+    "vocab_size": 96,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 256,
+    "head_dim": 8,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {"family": "qwen2"},
+    "normed": {"family": "qwen3"},
+    "tied": {"family": "llama", "tied": True},
+    "moe": {"family": "qwen3_moe", "mlp_only_layers": []},
+    "dense_first": {"family": "qwen3_moe", "mlp_only_layers": [0]},
+}
+
+
+def make_folder(name: str, parent: Path) -> Path:
+    """A Hugging Face folder of one of ``MODELS``."""
+    folder = parent / name
+    model = build(**{**SHAPE, **MODELS[name]})
+    score = torch.randn(1, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    # A language model takes the head, a critic the score; both leave the other out.
+    save_folder(folder, [*named_weights(model), (SCORE, score)], model.config.to_dict())
+    return folder
+
+
+def make_batch(seed: int = 0, lengths: tuple[int, ...] = LENGTHS) -> PackedBatch:
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for length in lengths:
+        mask = torch.rand(length, generator=generator) < 0.6
+        mask[0] = False
+        rows.append(
+            {
+                "input_ids": torch.randint(SHAPE["vocab_size"], (length,), generator=generator),
+                "loss_mask": mask,
+                "advantages": torch.randn(length, generator=generator),
+                "temperature": 0.7 + 0.1 * (length % 5),
+            }
+        )
+    return PackedBatch.from_sequences(rows, sequence_columns=("temperature",))
+
+
+class PolicyLoss:
+    """Log-prob times advantage, less some entropy: a mean over the tokens under the mask."""
+
+    outputs: tuple[str, ...] = ("logprobs", "entropy")
+
+    def prepare(self, batch: PackedBatch) -> PackedBatch:
+        return batch
+
+    def denominator(self, batch: PackedBatch) -> Tensor:
+        return batch.loss_mask.sum(dtype=torch.float64)
+
+    def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> Loss:
+        assert outputs.logprobs is not None and outputs.entropy is not None
+        per_token = -batch["advantages"] * outputs.logprobs - 0.1 * outputs.entropy
+        count = batch.loss_mask.sum()
+        return Loss(
+            torch.where(batch.loss_mask, per_token, 0.0).sum(),
+            {
+                "entropy": (outputs.entropy.detach().sum(), count),
+                "sequences": (torch.tensor(batch.num_sequences), count),
+            },
+        )
+
+
+class ValueLoss(PolicyLoss):
+    """Squared error of values, and of the last value of each sequence."""
+
+    outputs = ("values", "last_value")
+
+    def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> Loss:
+        assert outputs.values is not None and outputs.last_value is not None
+        error = torch.where(batch.loss_mask, (outputs.values - batch["advantages"]).square(), 0.0)
+        last = (outputs.last_value - 1.0).square().sum()
+        return Loss(error.sum() + last, {"values": (outputs.values.detach().sum(), batch.num_tokens)})
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout of one model.
+
+    Attributes:
+        layout: as written.
+        model: one of ``MODELS``.
+        options: of the engine.
+        budget: tokens of a micro-batch.
+        is_critic: values instead of log-probs.
+        lengths: of the sequences.
+    """
+
+    layout: str
+    model: str
+    options: dict[str, Any] = field(default_factory=dict)
+    budget: int = 100
+    is_critic: bool = False
+    lengths: tuple[int, ...] = LENGTHS
+
+    @property
+    def id(self) -> str:
+        words = [str(value) for value in self.options.values()]
+        return "-".join(["layout", self.layout, self.model, *words, *(["critic"] if self.is_critic else [])])
+
+
+@dataclass
+class Observed:
+    """Everything that must not depend on the layout."""
+
+    metrics: list[dict[str, float]]
+    columns: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def observe(folder: Path, case: Case) -> Observed:
+    """Score a batch, train a few steps, score again. Every rank of the layout calls it."""
+    engine = archon.Engine.from_pretrained(
+        folder,
+        layout=case.layout,
+        optimizer=archon.OptimizerConfig(lr=1e-4, eps=1e-6, weight_decay=0.01),
+        dtype="float32",
+        device="cpu",
+        max_tokens_per_mb=case.budget,
+        options=archon.Options(**case.options),
+        is_critic=case.is_critic,
+    )
+    loss = ValueLoss() if case.is_critic else PolicyLoss()
+    metrics, gradients = [], {}
+    for step in range(STEPS):
+        metrics.append(engine.train_step(make_batch(step, case.lengths), loss))
+        if step == 0:
+            gradients = gathered_moments(engine)
+    outputs = engine.forward(make_batch(STEPS, case.lengths), loss.outputs)
+    columns = {name: getattr(outputs, name) for name in loss.outputs}
+    return Observed(metrics, columns, gradients, {name: tensor.clone() for name, tensor in engine.weights()})
+
+
+def gathered_moments(engine: archon.Engine) -> dict[str, Tensor]:
+    """First moments of Adam, whole, by name: after one step they are 0.1 times the clipped gradient."""
+    assert engine.optimizer is not None
+    state = training_state(engine.model.parts.values(), engine.optimizer)
+    return {
+        name.removeprefix("optimizer.exp_avg."): (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+        for name, value in state.items()
+        if name.startswith("optimizer.exp_avg.")
+    }
+
+
+def merged(results: list[Observed]) -> Observed:
+    """What the ranks saw together, after checking that they agree where they must."""
+    first = results[0]
+    for rank, other in enumerate(results):
+        assert other.metrics == first.metrics, f"rank {rank} reports other metrics than rank 0"
+        assert all(torch.equal(other.columns[name], column) for name, column in first.columns.items())
+        assert all(torch.equal(other.weights[name], tensor) for name, tensor in first.weights.items())
+        first.gradients = other.gradients | first.gradients
+    return first
+
+
+def assert_same(found: Observed, expected: Observed) -> None:
+    """Within the tolerances of the contracts, in fp32."""
+    for step, (ours, theirs) in enumerate(zip(found.metrics, expected.metrics, strict=True)):
+        assert ours.keys() == theirs.keys()
+        for name in ours.keys() - {"micro_batches"}:
+            tolerance = 1e-6 if name == "loss" else 1e-5
+            gap = abs(ours[name] - theirs[name])
+            assert gap <= tolerance * max(1.0, abs(theirs[name])), (step, name, ours[name], theirs[name])
+    for name, column in expected.columns.items():
+        assert (found.columns[name] - column).abs().max() <= 1e-5, name
+    for kind in ("gradients", "weights"):
+        ours, theirs = getattr(found, kind), getattr(expected, kind)
+        assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
+        for name, tensor in theirs.items():
+            assert relative_error(ours[name], tensor) <= 1e-5, (kind, name, relative_error(ours[name], tensor))
