@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,6 +33,9 @@ from torch.distributed.tensor import DTensor
 
 from archon.folders import new_folder
 from archon.parallel.tensor import assign
+
+# Gathering a parameter that two axes shard takes two collectives, which torch warns of each time.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
@@ -111,8 +115,7 @@ def load_named(module: nn.Module | Sequence[nn.Module], named: NamedTensors, *, 
     """Copy named tensors into a module, each cast to the dtype of its parameter, and account for every parameter.
 
     Stacked experts under their memory names are accepted too. A head beside a tied embedding must equal it. A critic
-    takes the weights of a causal language model, and the other way round: a head that the model does not have is left
-    out, and a ``score`` that is not there starts at 0. Each rank of a
+    takes the weights of a causal language model: the head is left out, and ``score`` starts at 0. Each rank of a
     layout keeps its own pieces; nothing is communicated.
 
     Args:
@@ -159,8 +162,8 @@ class _Loader:
         if tensor.dtype not in _LOADABLE:
             self._error("in a dtype that needs more than a cast", f"{name} ({tensor.dtype})")
             self.missing.pop(name, None)
-        elif name in (HEAD, SCORE) and name not in self.whole:
-            self.head = tensor if name == HEAD else self.head
+        elif name == HEAD and name not in self.whole:
+            self.head = tensor
         elif name in self.whole and _STACKED.fullmatch(name):
             for disk, part in split_stack(name, tensor) if self._fits(name, tensor) else ():
                 self.add(disk, part)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_models import build, relative_error
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -15,7 +16,6 @@ from archon.batch import PackedBatch
 from archon.losses import Loss, TokenOutputs
 from archon.training_state import training_state
 from archon.weights import SCORE, named_weights, save_folder
-from tiny_models import build, relative_error
 
 LENGTHS = (1, 2, 37, 5, 64, 13, 20, 90, 8, 3, 41)
 STEPS = 3
@@ -36,13 +36,12 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_folder(name: str, parent: Path) -> Path:
-    """A Hugging Face folder of one of ``MODELS``."""
-    folder = parent / name
+def make_folder(name: str, parent: Path, is_critic: bool = False) -> Path:
+    """A Hugging Face folder of one of ``MODELS``, or of a critic of its shape."""
+    folder = parent / (f"{name}_critic" if is_critic else name)
     model = build(**{**SHAPE, **MODELS[name]})
     score = torch.randn(1, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
-    # A language model takes the head, a critic the score; both leave the other out.
-    save_folder(folder, [*named_weights(model), (SCORE, score)], model.config.to_dict())
+    save_folder(folder, [*named_weights(model), *([(SCORE, score)] if is_critic else [])], model.config.to_dict())
     return folder
 
 

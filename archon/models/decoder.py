@@ -206,7 +206,7 @@ class Decoder(nn.Module):
 
     def _values(self, hidden_SD: Tensor) -> Tensor:
         values_S1 = F.linear(hidden_SD.float(), local(self.score.weight).float())
-        return gather_outputs(values_S1, self.ranks.tensor).flatten().unsqueeze(0)
+        return torch.stack([gather_outputs(values_S1.squeeze(-1), self.ranks.tensor)])
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:

@@ -106,6 +106,9 @@ class Pipeline:
         # Shapes are those of this step, so stages and schedule are made anew; what is costly in them are the parts.
         hidden = self._hidden_like(batches[0])
         stages = [self._stage(stage, part, batches[0], hidden) for stage, part in self.parts.items()]
+        for stage in stages:
+            stage.has_backward = True
+            stage.clear_runtime_states()
         schedule = get_schedule_class(self.schedule)(
             stages[0] if self.schedule == "1F1B" else stages,
             n_microbatches=len(batches),
