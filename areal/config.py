@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from archon.layout import parse_backend
+from archon.layout import Layout, parse_backend
+from archon.options import Options
 from areal.config_loader import ConfigError, blame, load_object, load_tree, resolved_yaml, validate
 
 __all__ = ["Config", "ConfigError", "blame", "load_config", "load_object", "resolved_yaml"]
@@ -25,16 +26,12 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True)
 
 
-def _one_process(backend: str, engine: str) -> str:
-    """The backend, if it names this engine in one process."""
+def _layout_of(backend: str, engine: str) -> Layout:
+    """The layout of a backend, if it names this engine."""
     name, layout = parse_backend(backend)
     if name != engine:
         raise ValueError(f"the engine here is {engine!r}, not {name!r}: write {engine}:d1")
-    if layout.world_size != 1:
-        raise ValueError(
-            f"layout {layout} needs {layout.world_size} processes, and a run has one for now: write {engine}:d1"
-        )
-    return backend
+    return layout
 
 
 class ClusterConfig(Section):
@@ -44,7 +41,7 @@ class ClusterConfig(Section):
 
 
 class SchedulerConfig(Section):
-    """``type``: ``inline`` runs trainer, engine and rollouts in one process."""
+    """``type``: ``inline`` runs the rollouts in this process, and the trainer too where its layout has one rank."""
 
     type: Literal["inline"] = "inline"
 
@@ -125,9 +122,46 @@ class RejectionSamplingConfig(Section):
         return self
 
 
+class ArchonConfig(Section):
+    """How the layout of the actor runs; see ``archon.Options`` for what each key means.
+
+    ``ac_mode``: what ``gradient_checkpointing: true`` recomputes; it does nothing without it. ``enable_compile``: each
+    layer by torch's default compiler.
+    """
+
+    context: Literal["ulysses", "ring"] = "ulysses"
+    pp_schedule: Literal["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"] = "1F1B"
+    pp_layers_per_stage: int | None = Field(None, gt=0)
+    pp_first_stage_less_layers: int = Field(1, ge=0)
+    pp_last_stage_less_layers: int = Field(1, ge=0)
+    reshard_after_forward_policy: Literal["default", "always", "never"] = "default"
+    offload_params: bool = False
+    ac_mode: Literal["none", "full", "selective", "memory_budget"] = "full"
+    selective_ac_option: Literal["op"] | int = "op"
+    ac_memory_budget: float = Field(0.5, ge=0, le=1)
+    enable_compile: bool = False
+    use_deterministic_algorithms: bool = False
+    moe_aux_loss_coeff: float = Field(0.0, ge=0)
+    moe_z_loss_coeff: float = Field(0.0, ge=0)
+
+    def options(self, gradient_checkpointing: bool) -> Options:
+        """The engine's options."""
+        same = self.model_dump(
+            exclude={"reshard_after_forward_policy", "ac_mode", "enable_compile", "use_deterministic_algorithms"}
+        )
+        return Options(
+            **same,
+            reshard_after_forward=self.reshard_after_forward_policy,
+            ac_mode=self.ac_mode if gradient_checkpointing else "none",
+            compile="inductor" if self.enable_compile else None,
+            deterministic=self.use_deterministic_algorithms,
+        )
+
+
 class ActorConfig(Section):
     """The model being trained, its optimizer, and the policy loss.
 
+    ``backend``: the layout; with more than one rank the actor trains in as many processes of this machine.
     ``overlong_*`` lower the reward linearly, by at most ``overlong_penalty_factor``, over the last
     ``overlong_tokens`` of the completion budget. ``rejection_sampling: null`` keeps every token.
     """
@@ -137,6 +171,7 @@ class ActorConfig(Section):
     backend: str = "archon:d1"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     gradient_checkpointing: bool = False
+    archon: ArchonConfig = ArchonConfig()
     mb_spec: MicroBatchSpec = MicroBatchSpec()
     optimizer: OptimizerConfig = OptimizerConfig()
     ppo_n_minibatches: int = Field(1, gt=0)
@@ -163,8 +198,17 @@ class ActorConfig(Section):
 
     @field_validator("backend")
     @classmethod
-    def _one_archon_process(cls, backend: str) -> str:
-        return _one_process(backend, "archon")
+    def _archon_layout(cls, backend: str) -> str:
+        assert _layout_of(backend, "archon")
+        return backend
+
+    @property
+    def layout(self) -> Layout:
+        return _layout_of(self.backend, "archon")
+
+    def options(self) -> Options:
+        """How the layout runs."""
+        return self.archon.options(self.gradient_checkpointing)
 
 
 class GenerationConfig(Section):
@@ -222,7 +266,12 @@ class RolloutConfig(Section):
     @field_validator("backend")
     @classmethod
     def _one_embedded_engine(cls, backend: str) -> str:
-        return _one_process(backend, "embedded")
+        if (layout := _layout_of(backend, "embedded")).world_size != 1:
+            raise ValueError(
+                f"layout {layout} needs {layout.world_size} processes, and the embedded engine runs in one: "
+                "write embedded:d1"
+            )
+        return backend
 
 
 class DatasetConfig(Section):

@@ -15,10 +15,10 @@ from typing import Any, cast
 import torch
 
 from archon.engine import Engine
-from archon.layout import parse_backend
 from archon.losses import LossSpec
 from archon.models.config import ModelConfig
 from archon.optim import OptimizerConfig
+from archon.parallel.fit import LayoutMisfit, check_fit
 from areal.config import Config, ConfigError, load_config, load_object, resolved_yaml
 from areal.config_loader import blame
 from areal.datasets import Dataset, DatasetError, load
@@ -26,6 +26,7 @@ from areal.evaluation import evaluate
 from areal.inference.backend import Backend, BackendError
 from areal.inference.deterministic import DeterministicWaves
 from areal.inference.embedded import EmbeddedBackend
+from areal.launch.local import LocalTrainer
 from areal.metrics.console import ProgressView
 from areal.metrics.logger import read_metrics
 from areal.models import ModelNotFound, answer_ids, load_tokenizer, render, resolve_model
@@ -109,9 +110,9 @@ class Run:
         self._given_workflow, self._given_reward = workflow, reward_fn
         self._given_rows = {"train": train_rows, "valid": valid_rows}
         rollout = config.rollout
-        trainer_threads, self._engine_threads = share_cores(rollout.max_head_offpolicyness, rollout.num_threads)
-        if trainer_threads is not None:
-            torch.set_num_threads(trainer_threads)
+        self._trainer_threads, self._engine_threads = share_cores(rollout.max_head_offpolicyness, rollout.num_threads)
+        if self._trainer_threads is not None:
+            torch.set_num_threads(self._trainer_threads)
         self.view = ProgressView()
         self.journal = self._open_journal()
         if not self.journal.resumed:  # what a start that made no step may have left
@@ -124,6 +125,10 @@ class Run:
         Raises:
             ConfigError: what a key names does not exist or does not fit.
         """
+        with blame("actor.path", self.config.actor.path, FileNotFoundError, ValueError):
+            shape = ModelConfig.from_folder(self.model_folder)
+        with blame("actor.backend", self.config.actor.backend, LayoutMisfit):
+            check_fit(self.config.actor.layout, shape, self.config.actor.options())
         assert self.workflow and self.held_out_workflow
         if self.config.dynamic_filter_fn:
             load_object("dynamic_filter_fn", self.config.dynamic_filter_fn)
@@ -161,6 +166,8 @@ class Run:
                 stack.callback(self.loop.run, self.reward_pool.close(), STOP_SECONDS, "the reward workers to end")
             if "backend" in self.__dict__:
                 stack.callback(self.loop.run, self.backend.stop(), STOP_SECONDS, "the rollout engine to stop")
+            if "engine" in self.__dict__ and isinstance(self.engine, LocalTrainer):
+                stack.callback(self.engine.close)
             if "executor" in self.__dict__:
                 stack.callback(self.executor.stop, "run_ended" if kind is None else "interrupted")
 
@@ -217,19 +224,22 @@ class Run:
             return self._engine(self.model_folder, optimizer, self.config.actor.init_from_scratch)
         return self._engine(self._warm_start(), optimizer, init_from_scratch=False)
 
-    def _engine(self, folder: Path, optimizer: OptimizerConfig, init_from_scratch: bool) -> Engine:
+    def _engine(self, folder: Path, optimizer: OptimizerConfig, init_from_scratch: bool) -> Engine | LocalTrainer:
+        """The engine itself for one rank, else processes of this machine that each run one."""
         actor = self.config.actor
+        arguments: dict[str, Any] = {
+            "layout": actor.layout,
+            "optimizer": optimizer,
+            "dtype": actor.dtype,
+            "max_tokens_per_mb": actor.mb_spec.max_tokens_per_mb,
+            "options": actor.options(),
+            "init_from_scratch": init_from_scratch,
+            "seed": self.config.seed,
+        }
         with blame("actor.path", actor.path, FileNotFoundError, ValueError):
-            return Engine.from_pretrained(
-                folder,
-                layout=parse_backend(actor.backend)[1],
-                optimizer=optimizer,
-                dtype=actor.dtype,
-                max_tokens_per_mb=actor.mb_spec.max_tokens_per_mb,
-                recompute=actor.gradient_checkpointing,
-                init_from_scratch=init_from_scratch,
-                seed=self.config.seed,
-            )
+            if actor.layout.world_size == 1:
+                return Engine.from_pretrained(folder, **arguments)
+            return LocalTrainer(folder, logs=self.folder / "logs", num_threads=self._trainer_threads, **arguments)
 
     def _warm_start(self) -> Path:
         """Train a throw-away engine on (prompt, answer) rows and export it; returns the folder."""
@@ -246,28 +256,29 @@ class Run:
                 for row in map(Row, data.rows)
             ]
         longest = max(len(row["input_ids"]) for row in rows)
-        engine = self._engine(
-            self.model_folder,
-            OptimizerConfig(lr=section.lr, beta2=0.95, weight_decay=0.0, warmup_steps=10),
-            self.config.actor.init_from_scratch,
-        )
-        if longest > (positions := engine.config.max_position_embeddings):
+        positions = ModelConfig.from_folder(self.model_folder).max_position_embeddings
+        if longest > positions:
             raise ConfigError(
                 f"warm_start.dataset: a row has {longest} tokens with its answer, the model has {positions} positions; "
                 "take shorter rows"
             )
-        with blame("warm_start.batch_size", section.batch_size, ValueError):
-            warm_start(
-                engine,
-                rows,
-                steps=section.steps,
-                batch_size=section.batch_size,
-                target_loss=section.target_loss,
-                seed=self.config.seed,
-                report=partial(self.view.warm_start, section.steps),
-            )
+        optimizer = OptimizerConfig(lr=section.lr, beta2=0.95, weight_decay=0.0, warmup_steps=10)
         folder = self.folder / "hf" / "warm_start"
-        engine.save(folder)
+        with ExitStack() as stack:
+            engine = self._engine(self.model_folder, optimizer, self.config.actor.init_from_scratch)
+            if isinstance(engine, LocalTrainer):
+                stack.callback(engine.close)
+            with blame("warm_start.batch_size", section.batch_size, ValueError):
+                warm_start(
+                    engine,
+                    rows,
+                    steps=section.steps,
+                    batch_size=section.batch_size,
+                    target_loss=section.target_loss,
+                    seed=self.config.seed,
+                    report=partial(self.view.warm_start, section.steps),
+                )
+            engine.save(folder)
         return folder
 
     def loss_spec(self) -> LossSpec:

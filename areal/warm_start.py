@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from archon.batch import PackedBatch
-from archon.engine import Engine
 from archon.losses import LossSpec
+from areal.training import TrainerClient
 
 
 def supervised_row(prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def supervised_row(prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> dict
 
 
 def warm_start(
-    engine: Engine,
+    engine: TrainerClient,
     rows: Sequence[Mapping[str, Any]],
     *,
     steps: int,
