@@ -88,7 +88,10 @@ def layer_of(name: str) -> int | None:
 def whole_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """A parameter gathered from all ranks that hold a part of it, cast before it travels."""
     value = tensor.detach().to(dtype or tensor.dtype)
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        return value
+    onto_mesh = value.to(value.device_mesh.device_type)  # offloaded shards travel by way of the accelerator
+    return onto_mesh.full_tensor() if isinstance(onto_mesh, DTensor) else onto_mesh
 
 
 def split_stack(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:

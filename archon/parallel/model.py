@@ -53,12 +53,12 @@ class ShardedModel:
         with torch.device("meta"):
             model = Decoder(self.config, part, ranks=self.ranks, options=self.options, is_critic=self.is_critic)
             distribute_parameters(model, self.config, self.ranks)
-        shard_model(model, self.ranks, self.dtype, self.options)
-        model.to_empty(device="cpu" if self.options.offload_params else self.device)
         if self.options.compile is not None:
             for layer in model.model.layers.values():
-                layer.compile(backend=self.options.compile)
-        return model
+                # The method and not the module, so that what fully_shard hooks onto the module stays outside the graph.
+                layer.forward = torch.compile(layer.forward, backend=self.options.compile)
+        shard_model(model, self.ranks, self.dtype, self.options)
+        return model.to_empty(device="cpu" if self.options.offload_params else self.device)
 
     def train_mode(self, training: bool) -> None:
         for part in self.parts.values():
