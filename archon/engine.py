@@ -339,11 +339,20 @@ class Engine:
         self._save_folder(Path(path))
 
     def saved(self, timeout: float | None = None) -> None:
-        """Wait until what ``save`` began in the background is on the disk; raises what went wrong there."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
+        """Wait until what ``save`` began in the background is on the disk.
+
+        Raises:
+            CheckpointError: it could not be written.
+            TimeoutError: it is not there after ``timeout`` seconds; wait again.
+        """
+        if self._saving is None:
+            return
+        try:
             with phase.of("checkpoint"):
-                saving.result(timeout)
+                self._saving.result(timeout)
+        finally:
+            if self._saving.done():
+                self._saving = None
 
     def _save_folder(self, path: Path) -> None:
         """One process writes, all stream; an error there is an error everywhere."""
@@ -366,11 +375,20 @@ class Engine:
         """Load what ``save`` wrote: a checkpoint restores weights, optimizer and version; a folder only weights."""
         self.saved()
         with phase.of("load"):
-            if checkpoint.is_checkpoint(Path(path)):
-                self.version = int(checkpoint.load(Path(path), self._state())["version"])
+            if self._agreed(checkpoint.is_checkpoint(Path(path))):
+                state = checkpoint.load(Path(path), self._state(), strict_names=self.optimizer is not None)
+                self.version = int(state["version"])
                 copy_second_embedding(self.model.parts.values(), self.optimizer)
             else:
                 self.model.load_folder(Path(path))
+
+    def _agreed(self, answer: bool) -> bool:
+        """Rank 0's answer: processes that see files differently must not go different ways."""
+        if self.layout.world_size == 1:
+            return answer
+        said = [answer]
+        dist.broadcast_object_list(said, src=0)
+        return said[0]
 
     def _state(self) -> dict[str, Tensor]:
         """Everything that training goes on from, by name; tensors share memory with the model and the optimizer."""
