@@ -24,6 +24,8 @@ from archon.engine import Publication
 from archon.layout import Layout
 from archon.losses import LossSpec, TokenOutputs
 from archon.models.config import ModelConfig
+from archon.options import Options
+from archon.parallel.fit import check_fit
 from areal.launch.supervise import CLOSE_SECONDS, Member, Team, TrainingFailed
 from areal.launch.wire import Channel, Message, encode_batch
 
@@ -58,7 +60,8 @@ class LocalTrainer:
 
     Raises:
         FileNotFoundError: the model folder or its ``config.json`` is missing.
-        ValueError: the engine refuses the model, the layout or another argument.
+        LayoutMisfit: the model or the options do not fit the layout; no process was started.
+        ValueError: the engine refuses the model or another argument.
         TrainingFailed: a process did not start.
     """
 
@@ -76,6 +79,7 @@ class LocalTrainer:
     ) -> None:
         layout = Layout.parse(layout) if isinstance(layout, str) else layout
         self.config = ModelConfig.from_folder(path)
+        check_fit(layout, self.config, arguments.get("options") or Options())
         self.version = 0
         self.deadline = deadline
         self._turn = threading.Lock()
@@ -125,8 +129,12 @@ class LocalTrainer:
         version = self.version
         return Publication(version, lambda: self._weights(version))
 
-    def save(self, path: str | Path, kind: Literal["hf", "checkpoint"] = "hf") -> None:
-        self._call("save", {"path": str(Path(path).absolute()), "kind": kind})
+    def save(self, path: str | Path, kind: Literal["hf", "checkpoint"] = "hf", *, wait: bool = True) -> None:
+        self._call("save", {"path": str(Path(path).absolute()), "kind": kind, "wait": wait})
+
+    def saved(self) -> None:
+        """Wait until what ``save`` began with ``wait`` False is on the disk; ``close`` does not."""
+        self._call("saved")
 
     def load(self, path: str | Path) -> None:
         self._call("load", {"path": str(Path(path).absolute())})

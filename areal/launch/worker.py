@@ -108,7 +108,12 @@ class Worker:
         return {}, b""
 
     def _save(self, message: Message) -> _Answer:
-        self.engine.save(message.header["path"], kind=message.header["kind"])
+        header = message.header
+        self.engine.save(header["path"], kind=header["kind"], wait=header["wait"])
+        return {}, b""
+
+    def _saved(self, message: Message) -> _Answer:
+        self.engine.saved()
         return {}, b""
 
     def _load(self, message: Message) -> _Answer:
@@ -138,10 +143,9 @@ def _device(name: str | None) -> torch.device:
 
 
 def _backends(device: torch.device) -> str:
-    """Batches and control travel between host memories, whatever the model runs on."""
-    cpu = torch.device("cpu")
-    chosen = {kind.type: collectives_backend(kind) for kind in (cpu, device)}
-    return ",".join(f"{kind}:{backend}" for kind, backend in chosen.items())
+    """Beside an accelerator's collectives those of the CPU, which batches travel by."""
+    cpu, chosen = collectives_backend(torch.device("cpu")), collectives_backend(device)
+    return cpu if device.type == "cpu" else f"cpu:{cpu},{device.type}:{chosen}"
 
 
 def _build(engine: str, arguments: dict[str, Any], device: torch.device) -> Any:

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import build
+from tiny_models import build, relative_error
 from training_stand_in import ENGINE, MODEL, TENSORS
 
 import archon
 from archon import LossSpec, PackedBatch
+from archon.parallel.fit import LayoutMisfit
 from areal.launch import local
 from areal.launch.local import LocalTrainer
 from areal.launch.supervise import TrainingFailed, TrainingTimeout
@@ -72,9 +73,10 @@ def test_one_worker_equals_the_inline_engine_bit_for_bit(tmp_path: Path, dtype: 
         for (name, tensor), (known, value) in zip(publication.tensors(), engine.publish().tensors(), strict=True):
             assert name == known and tensor.dtype == value.dtype and torch.equal(tensor, value)
         assert trainer.digest() == engine.digest()
-        for kind in ("hf", "checkpoint"):
-            trainer.save(tmp_path / kind, kind=kind)
+        trainer.save(tmp_path / "hf")
+        trainer.save(tmp_path / "checkpoint", kind="checkpoint", wait=False)
         trainer.train_step(batch(), LOSS)
+        trainer.saved()
         trainer.load(tmp_path / "checkpoint")
         assert (trainer.version, trainer.digest()) == (2, engine.digest())
         assert trainer.health()["version"] == 2 and trainer.health()["peak_memory_bytes"] > 0
@@ -82,6 +84,33 @@ def test_one_worker_equals_the_inline_engine_bit_for_bit(tmp_path: Path, dtype: 
     assert (tmp_path / "hf" / "model.safetensors").read_bytes() == (
         tmp_path / "inline" / "model.safetensors"
     ).read_bytes()
+
+
+def test_layout_parity_of_two_workers(tmp_path: Path) -> None:
+    """Shards and experts over two processes: the same numbers in every call, and the same folder in the end."""
+    model = tmp_path / "model"
+    build("qwen3_moe").save_pretrained(model)
+    arguments: dict[str, Any] = {
+        "optimizer": archon.OptimizerConfig(lr=1e-4, eps=1e-6),
+        "dtype": "float32",
+        "device": "cpu",
+        "max_tokens_per_mb": 20,
+        "options": archon.Options(),
+    }
+    engine = archon.Engine.from_pretrained(model, **arguments)
+    with LocalTrainer(model, layout="d2e2", logs=tmp_path / "logs", bucket_bytes=4000, **arguments) as trainer:
+        for step in range(2):
+            metrics, expected = (one.train_step(batch(step), LOSS) for one in (trainer, engine))
+            assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+        found, reference = (one.forward(batch()).logprobs for one in (trainer, engine))
+        assert torch.allclose(found, reference, atol=1e-5, rtol=0)
+        next(trainer.publish().tensors())  # and is left
+        for (name, tensor), (known, value) in zip(trainer.publish().tensors(), engine.weights(), strict=True):
+            assert name == known and relative_error(tensor, value) <= 1e-5
+        trainer.save(tmp_path / "checkpoint", kind="checkpoint")
+        digest = trainer.digest()
+    engine.load(tmp_path / "checkpoint")
+    assert (engine.version, engine.digest()) == (2, digest)
 
 
 def test_all_ranks_get_the_batch_and_one_answers(stand_in: LocalTrainer) -> None:
@@ -145,6 +174,9 @@ def test_what_the_engine_refuses_is_refused_as_inline(tmp_path: Path) -> None:
         LocalTrainer(tmp_path / "absent", logs=tmp_path)
     with pytest.raises(ValueError, match="layout"):
         LocalTrainer(MODEL, layout="d2x3", logs=tmp_path)
+    with pytest.raises(LayoutMisfit, match="nearest layout that fits"):
+        LocalTrainer(MODEL, layout="p64", logs=tmp_path)
+    assert not list(tmp_path.iterdir())  # so far no process was started
     with pytest.raises(ValueError, match="refuse is 'yes'") as caught:
         LocalTrainer(MODEL, logs=tmp_path, device="cpu", engine=ENGINE, refuse="yes")
     assert isinstance(caught.value.__cause__, TrainingFailed)
