@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,8 @@ from archon.parallel.model import ShardedModel
 from archon.report import StepReport
 from archon.routers import RECORDED, Routers
 from archon.training_state import copy_second_embedding, training_state
+
+T = TypeVar("T")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _OUTPUTS = {False: ("logprobs", "entropy", RECORDED), True: ("values", "last_value", RECORDED)}
@@ -311,12 +313,19 @@ class Engine:
             yield from self.model.stream(dtype)
 
     def publish(self) -> Publication:
-        """The current weights for inference, at the compute dtype."""
-        return Publication(self.version, lambda: self.weights(self.dtype))
+        """The current weights for inference, at the compute dtype.
+
+        With several processes all of them iterate to the end, and rank 0 gets the tensors.
+        """
+        return Publication(self.version, lambda: self._weights_to_first(self.dtype))
 
     def digest(self) -> str:
         """Digest of the fp32 weights: equal digests mean bit-equal weights."""
-        return weights.digest(self.weights())
+        return self._from_first(weights.digest(self._weights_to_first(None)))
+
+    def _weights_to_first(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        with phase.of("weights"):
+            yield from self.model.stream(dtype, everywhere=False)
 
     def save(self, path: str | Path, kind: Literal["hf", "checkpoint"] = "hf", *, wait: bool = True) -> None:
         """Write a Hugging Face folder in the dtype of the source folder, or a checkpoint of the whole training state.
@@ -356,37 +365,38 @@ class Engine:
 
     def _save_folder(self, path: Path) -> None:
         """One process writes, all stream; an error there is an error everywhere."""
-        stream, failure = self.weights(self._folder_dtype()), [""]
+        stream = self._weights_to_first(self._folder_dtype())
+        failure: Exception | None = None
         try:
             if self.ranks.rank == 0:
                 weights.save_folder(path, stream, self.folder)
-        except OSError as error:
-            if self.layout.world_size == 1:
-                raise
-            failure = [str(error)]
-        for _ in stream:
+        except Exception as error:  # raised below, when the others know
+            failure = error
+        for _ in stream:  # what is left of it after a failure, and on the other ranks
             pass
-        if self.layout.world_size > 1:
-            dist.broadcast_object_list(failure, src=0)
-            if failure[0]:
-                raise OSError(f"rank 0 could not write {path}: {failure[0]}")
+        said = self._from_first(None if failure is None else str(failure))
+        if failure is not None:
+            raise failure
+        if said is not None:
+            raise OSError(f"rank 0 could not write {path}: {said}")
 
     def load(self, path: str | Path) -> None:
         """Load what ``save`` wrote: a checkpoint restores weights, optimizer and version; a folder only weights."""
         self.saved()
         with phase.of("load"):
-            if self._agreed(checkpoint.is_checkpoint(Path(path))):
+            # Ranks that see files differently must not go different ways.
+            if self._from_first(checkpoint.is_checkpoint(Path(path))):
                 state = checkpoint.load(Path(path), self._state(), strict_names=self.optimizer is not None)
                 self.version = int(state["version"])
                 copy_second_embedding(self.model.parts.values(), self.optimizer)
             else:
                 self.model.load_folder(Path(path))
 
-    def _agreed(self, answer: bool) -> bool:
-        """Rank 0's answer: processes that see files differently must not go different ways."""
+    def _from_first(self, value: T) -> T:
+        """Rank 0's value, on every rank."""
         if self.layout.world_size == 1:
-            return answer
-        said = [answer]
+            return value
+        said = [value]
         dist.broadcast_object_list(said, src=0)
         return said[0]
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from archon import weights
+from archon.layout import Coordinates
 from archon.mesh import Ranks
 from archon.models.config import ModelConfig
 from archon.models.decoder import Decoder, Part
@@ -19,6 +20,8 @@ from archon.parallel.data import shard_model
 from archon.parallel.pipeline import Pipeline, model_parts
 from archon.parallel.stages import rank_of_stage, stages_of_rank
 from archon.parallel.tensor import distribute_parameters
+
+_FIRST = Coordinates(0, 0, 0, 0, 0)
 
 
 class ShardedModel:
@@ -96,23 +99,29 @@ class ShardedModel:
         weights.load_folder(list(self.parts.values()), path, whole=self.whole)
 
     @torch.no_grad()
-    def stream(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """``(disk name, CPU tensor)`` of the whole model, one tensor in memory gathered at a time, in every process.
+    def stream(self, dtype: torch.dtype | None = None, *, everywhere: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """``(disk name, CPU tensor)`` of the whole model, one tensor in memory gathered at a time.
 
         A collective: every process iterates to the end. A tensor may share memory with the model.
+
+        Args:
+            dtype: cast before anything travels; None keeps fp32.
+            everywhere: False gives the tensors to rank 0, and an empty stream, which takes as long, to the others.
         """
         stored = {name: tensor for part in self.parts.values() for name, tensor in weights.stored_tensors(part)}
         holders = self._holders()
+        receives = everywhere or self.ranks.rank == 0
+        # Every copy of the pipeline has the whole model; that of rank 0 is enough for rank 0.
+        passes_on = self.ranks.pipeline is not None and (everywhere or self.ranks.place._replace(pipeline=0) == _FIRST)
         for name, template in weights.stored_tensors(self.whole):
-            shared = self.ranks.pipeline is not None
-            if not shared or holders[name] == self.ranks.rank:
-                value = weights.whole_tensor(stored[name], dtype)
-            else:
-                value = torch.empty(template.shape, dtype=dtype or template.dtype, device=self.device)
-            value = value.to(self.device).reshape(template.shape).contiguous()
-            if shared:
+            value = weights.whole_tensor(stored[name], dtype) if holders[name] == self.ranks.rank else None
+            if passes_on:
+                if value is None:
+                    value = torch.empty(template.shape, dtype=dtype or template.dtype, device=self.device)
+                value = value.to(self.device).reshape(template.shape).contiguous()
                 dist.broadcast(value, holders[name], group=self.ranks.pipeline)
-            yield from weights.split_stack(name, value.cpu())
+            if receives and value is not None:
+                yield from weights.split_stack(name, value.reshape(template.shape).cpu())
 
     def _holders(self) -> dict[str, int]:
         """By name in memory, the rank of this copy's pipeline that holds the tensor."""
