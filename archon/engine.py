@@ -168,20 +168,23 @@ class Engine:
         self.model.train_mode(False)
         columns = self._blank_columns(batch, what)
         micro_batches = self._micro_batches(batch, what, training=False)
-        for micro_batch, head in zip(micro_batches, self.model.pipeline.forward(micro_batches), strict=True):
-            if head is not None and micro_batch.batch is not None:
-                outputs = micro_batch.outputs(head)
-                index = batch.token_index(micro_batch.sequences)
-                for name in columns.keys() - {RECORDED}:
-                    place = micro_batch.sequences if name == "last_value" else index
-                    columns[name][place] = getattr(outputs, name).cpu()
+        try:
+            for micro_batch, head in zip(micro_batches, self.model.pipeline.forward(micro_batches), strict=True):
+                if head is not None and micro_batch.batch is not None:
+                    outputs = micro_batch.outputs(head)
+                    index = batch.token_index(micro_batch.sequences)
+                    for name in columns.keys() - {RECORDED}:
+                        place = micro_batch.sequences if name == "last_value" else index
+                        columns[name][place] = getattr(outputs, name).cpu()
+        finally:
+            self.model.rest()
         if RECORDED in columns:
             self._copy_choices(batch, micro_batches, columns[RECORDED])
-        if self.layout.world_size > 1:
+        if self.ranks.host is not None:
             for name, column in columns.items():
                 if name != RECORDED and not (self.ranks.shares_outputs and self.model.pipeline.last):
                     column.zero_()
-                dist.all_reduce(column)
+                dist.all_reduce(column, group=self.ranks.host)
         return TokenOutputs(**columns)
 
     def _blank_columns(self, batch: PackedBatch, what: Sequence[str]) -> dict[str, Tensor]:
@@ -239,9 +242,9 @@ class Engine:
             share = batch.select(indices)
             now = torch.full((share.num_sequences,), self.version + done / len(shares), dtype=torch.float64)
             self._update(share.with_sequences(current_version=now), loss_fn, report)
-        if self.layout.world_size > 1:
+        if self.ranks.host is not None:
             with phase.of("reduce"):
-                report.gather()
+                report.gather(self.ranks.host)
         self.version += 1
         return {**report.metrics(), "lr": learning_rate}
 
@@ -263,29 +266,34 @@ class Engine:
                 report.add(share.item(), result.metrics)
             return share if share.requires_grad else columns.sum() * 0.0
 
-        self.model.pipeline.train(micro_batches, loss_of)
+        try:
+            self.model.pipeline.train(micro_batches, loss_of)
+            finite = self._apply_gradients(report)
+        finally:
+            self.model.rest()  # after an error too: nothing of this update may reach the next
         report.micro_batches += len(micro_batches)
-        with phase.of("reduce"):
-            self.model.share_embedding_gradient()
-            parameters = dict(self.model.named_parameters())
-            norm = gradient_norm(parameters.values())
-        finite = bool(torch.isfinite(norm))
-        with phase.of("optimizer"):
-            if finite:
-                if self.optimizer_config.gradient_clipping > 0:
-                    clip_gradients(self.model.all_parameters, norm, self.optimizer_config.gradient_clipping)
-                apply_gradients(self.optimizer, self.model.all_parameters)
-                report.update(float(norm))
-            else:
-                named = ", ".join(nonfinite_gradients(parameters.items())[:4]) or "another process"
-                report.skip(f"gradient of {named} is not finite")
-            for parameter in self.model.all_parameters:
-                parameter.grad = None
         if self.routers is not None:
             for micro_batch in micro_batches:
                 assert micro_batch.routing is not None
                 self.routers.collect(micro_batch.routing)
             self.routers.finish_update(report, updated=finite)
+
+    def _apply_gradients(self, report: StepReport) -> bool:
+        """Clip and step, if the gradients of all ranks are finite; returns whether they are."""
+        assert self.optimizer is not None and self.optimizer_config is not None
+        with phase.of("reduce"):
+            self.model.share_embedding_gradient()
+            norm = gradient_norm((parameter for _, parameter in self.model.named_parameters()), self.ranks.host)
+        if not torch.isfinite(norm):
+            named = ", ".join(nonfinite_gradients(self.model.named_parameters())[:4]) or "another process"
+            report.skip(f"gradient of {named} is not finite")
+            return False
+        with phase.of("optimizer"):
+            if self.optimizer_config.gradient_clipping > 0:
+                clip_gradients(self.model.all_parameters, norm, self.optimizer_config.gradient_clipping)
+            apply_gradients(self.optimizer, self.model.all_parameters)
+        report.update(float(norm))
+        return True
 
     def _micro_batches(self, batch: PackedBatch, what: Sequence[str], training: bool) -> list[MicroBatch]:
         """This rank's micro-batches of a batch, as many as every other rank has."""
@@ -394,10 +402,10 @@ class Engine:
 
     def _from_first(self, value: T) -> T:
         """Rank 0's value, on every rank."""
-        if self.layout.world_size == 1:
+        if self.ranks.host is None:
             return value
         said = [value]
-        dist.broadcast_object_list(said, src=0)
+        dist.broadcast_object_list(said, src=0, group=self.ranks.host)
         return said[0]
 
     def _state(self) -> dict[str, Tensor]:

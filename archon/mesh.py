@@ -34,7 +34,8 @@ class Ranks:
         context: ranks along the context axis, and as ring and ulysses below it.
         sequence: context x tensor ranks, which together hold the tokens of one micro-batch.
         tied_embedding: the ranks of the first and of the last stage, where they share the embedding.
-        background: a group on the CPU that only saving in the background uses.
+        host: all ranks, for tensors on the CPU.
+        background: the same, for nothing but saving in the background.
     """
 
     layout: Layout = field(default_factory=Layout)
@@ -51,6 +52,7 @@ class Ranks:
     expert: ProcessGroup | None = None
     expert_tensor: ProcessGroup | None = None
     tied_embedding: ProcessGroup | None = None
+    host: ProcessGroup | None = None
     background: ProcessGroup | None = None
 
     @property
@@ -94,7 +96,7 @@ def make_ranks(layout: Layout, config: ModelConfig, options: Options, device: to
     backend = collectives_backend(device)
     if not dist.is_initialized():
         if layout.world_size > 1:
-            dist.init_process_group(backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}")
+            dist.init_process_group(backend)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     rank = dist.get_rank()
@@ -143,7 +145,8 @@ def make_ranks(layout: Layout, config: ModelConfig, options: Options, device: to
         ranks["sequence"] = _subgroup(rank, layout.groups("c", "t"))
     if layout.pipeline > 1 and config.tie_word_embeddings and options.pp_schedule != "ZBVZeroBubble":
         ranks["tied_embedding"] = _subgroup(rank, [(stages[0], stages[-1]) for stages in layout.groups("p")])
-    ranks["background"] = dist.new_group(backend="gloo")
+    # The default group may be the caller's, and know only accelerators.
+    ranks["host"], ranks["background"] = (dist.new_group(backend="gloo") for _ in range(2))
     return Ranks(layout, rank, **ranks)
 
 

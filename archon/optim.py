@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 
@@ -95,18 +96,19 @@ def apply_gradients(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Pa
         shard.grad = None
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+def gradient_norm(parameters: Iterable[nn.Parameter], group: ProcessGroup | None = None) -> Tensor:
     """Global L2 norm of all gradients, fp64 scalar on the CPU; 0 when there is none.
 
-    Every rank of the default group calls it with its own parameters. A piece that several ranks hold counts once.
+    Every rank of ``group``, which takes CPU tensors, calls it with its own parameters; None is a single process. A
+    piece that several ranks hold counts once.
     """
     total = torch.zeros((), dtype=torch.float64)
     gradients = [(local_shard(p.grad), _copies(p)) for p in parameters if p.grad is not None]
     if gradients:
         norms = torch.stack(torch._foreach_norm([gradient for gradient, _ in gradients])).to("cpu", torch.float64)
         total = (norms.square() / torch.tensor([copies for _, copies in gradients])).sum()
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(total)
+    if group is not None:
+        dist.all_reduce(total, group=group)
     return total.sqrt()
 
 

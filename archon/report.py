@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +42,10 @@ class StepReport:
         self.skipped += 1
         self.loss = 0.0
 
-    def gather(self) -> None:
+    def gather(self, group: ProcessGroup) -> None:
         """Add the sums of all processes together; each then has the same."""
-        everyone: list[tuple[dict[str, tuple[float, float]], list[float]]] = [({}, [])] * dist.get_world_size()
-        dist.all_gather_object(everyone, (self.sums, self.losses))
+        everyone: list[tuple[dict[str, tuple[float, float]], list[float]]] = [({}, [])] * group.size()
+        dist.all_gather_object(everyone, (self.sums, self.losses), group=group)
         self.sums, self.losses = {}, [sum(losses) for losses in zip(*(losses for _, losses in everyone), strict=True)]
         for sums, _ in everyone:
             for name, (value, count) in sums.items():

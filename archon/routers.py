@@ -93,8 +93,8 @@ class Routers:
 
     def finish_update(self, report: StepReport, updated: bool) -> None:
         """Move the balance bias by the counts of all processes, and report them."""
-        if self.ranks.layout.world_size > 1:
-            dist.all_reduce(self.counts)
+        if self.ranks.host is not None:
+            dist.all_reduce(self.counts, group=self.ranks.host)
         rate = self.options.moe_router_bias_update_rate
         mean = self.counts.double().mean(-1, keepdim=True)
         if updated and rate:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from archon import weights
 from archon.layout import Coordinates
@@ -79,13 +80,24 @@ class ShardedModel:
         """What this process holds, second copies included."""
         return [parameter for part in self.parts.values() for parameter in part.parameters()]
 
+    def rest(self) -> None:
+        """Drop gradients, and the gathered copies that ``fully_shard`` leaves in the place of parameters."""
+        for part in self.parts.values():
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+            for parameter in part.parameters():
+                parameter.grad = None
+
     def share_embedding_gradient(self) -> None:
         """Where the first and the last stage hold the same embedding, give both the sum of their gradients."""
         group = self.ranks.tied_embedding
         held = [part.model.embed_tokens.weight for part in self.parts.values() if hasattr(part.model, "embed_tokens")]
         gradients = [local_shard(weight.grad) for weight in held if weight.grad is not None]
         if group is not None and gradients:
-            dist.all_reduce(gradients[0], group=group)
+            total = gradients[0].to(self.device)  # offloaded gradients are on the host
+            dist.all_reduce(total, group=group)
+            gradients[0].copy_(total)
         elif len(gradients) == 2:  # a schedule that brings the last stage back to the process of the first
             gradients[0] += gradients[1]
             gradients[1].copy_(gradients[0])
