@@ -1,4 +1,4 @@
-"""The commands ``archon-run CONFIG [key=value …]`` and ``archon run|check …``.
+"""The commands ``archon-run CONFIG [key=value …]`` and ``archon run|check|bench …``.
 
 Nothing heavy is imported before a command runs, so ``--help`` answers at once. Exit codes: 0 done, 2 bad configuration
 or usage, 1 anything else.
@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -48,6 +48,46 @@ def check(config: Recipe, overrides: Overrides = None) -> None:
         print(resolved_yaml(_load(config, overrides)), end="")
 
 
+def bench(
+    layouts: Annotated[
+        list[str], typer.Argument(metavar="LAYOUT...", help="Such as d2 or (attn:d1t2|ffn:t1e2).", show_default=False)
+    ],
+    model: Annotated[Path, typer.Option(help="Model folder; without weights, they are random.", show_default=False)],
+    world: Annotated[
+        int | None, typer.Option(min=1, help="Processes that all layouts must use; else as many as each has ranks.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 4096,
+    sequences: Annotated[int, typer.Option(help="Sequences of a step, of uneven lengths.")] = 16,
+    steps: Annotated[int, typer.Option(help="Steps that are measured.")] = 3,
+    warmup: Annotated[int, typer.Option(help="Steps before them.")] = 1,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the computation.")] = "bfloat16",
+    max_tokens_per_mb: Annotated[int, typer.Option(help="Token budget of a micro-batch.")] = 8192,
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="An engine option, such as pp_schedule=1F1B.")
+    ] = None,
+    deadline: Annotated[float, typer.Option(help="Seconds that a layout may take.")] = 600.0,
+    json: Annotated[Path | None, typer.Option(metavar="PATH", help="Write the report here.")] = None,
+) -> None:
+    """Train a few steps in each layout: speed, memory and communication, and how they compare with the first.
+
+    The layouts run one after another in processes of this machine or, under torchrun, in those that it started. One
+    that fails is a row with its reason.
+    """
+    from archon.bench import Workload, launched_world, parse_options
+    from areal.layout_bench import run_bench
+
+    try:
+        options = parse_options(option or [])
+        workload = Workload(str(model), tokens, sequences, steps, warmup, dtype, max_tokens_per_mb, options, deadline)
+        if world is not None and launched_world() not in (None, world):
+            raise ValueError(f"--world is {world}, but the launcher started {launched_world()} processes: leave it out")
+    except (FileNotFoundError, ValueError) as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(2) from None
+    if not run_bench(layouts, workload, world, json):
+        raise typer.Exit(1)
+
+
 run_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 run_app.command()(run)
 
@@ -59,6 +99,7 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(check)
+app.command()(bench)
 
 
 def run_main() -> None:
