@@ -7,6 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from archon.batch import PackedBatch
+from archon.losses import Loss, SupervisedLoss, TokenOutputs
+from archon.models.config import ModelConfig
+from archon.models.decoder import Decoder, Head
+from archon.options import Options
+from archon.weights import load_named, named_weights
+
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 LENGTHS = (1, 2, 37, 5, 64)
 
@@ -67,6 +74,27 @@ def build(family: str, *, tied: bool = False, seed: int = 0, **overrides: Any) -
     return model
 
 
+def ours_from(theirs: Any, **options: Any) -> Decoder:
+    """Our decoder with the weights of a transformers model, run with these ``Options``."""
+    model = Decoder(ModelConfig.from_hf_dict(theirs.config.to_dict()), options=Options(**options))
+    load_named(model, named_weights(theirs))
+    return model
+
+
+def predict(
+    model: Decoder,
+    batch: tuple[Tensor, Tensor, Tensor],
+    rows: Tensor,
+    temperature: float | None = None,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of the token after each of ``rows [M]`` of a packed batch, and entropy there or None: ``[M]``."""
+    divisor = None if temperature is None else torch.full((len(rows),), temperature)
+    outputs = ("logprobs", "entropy") if with_entropy else ("logprobs",)
+    columns = model(*batch, head=Head(rows, batch[0].roll(-1)[rows], divisor, outputs))[:, rows]
+    return columns[0], columns[1] if with_entropy else None
+
+
 def documents(vocab_size: int = 97, lengths: tuple[int, ...] = LENGTHS, seed: int = 7) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(vocab_size, (length,), generator=generator) for length in lengths]
@@ -77,6 +105,17 @@ def pack(sequences: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     lengths = torch.tensor([len(sequence) for sequence in sequences])
     positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences])
     return torch.cat(sequences), positions, torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+
+
+class ValueLoss(SupervisedLoss):
+    """Squared distance of the values under the mask from 1, and of the last values from -1."""
+
+    outputs = ("values", "last_value")
+
+    def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> Loss:
+        assert outputs.values is not None and outputs.last_value is not None
+        error = torch.where(batch.loss_mask, (outputs.values - 1).square(), 0.0).sum()
+        return Loss(error + (outputs.last_value + 1).square().sum())
 
 
 def relative_error(a: Tensor, b: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Every family equals transformers: logits, log-probabilities, entropies and all parameter gradients."""
+"""Every family equals transformers: logits, log-probabilities, entropies, values and all parameter gradients."""
 
 from __future__ import annotations
 
@@ -7,20 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import FAMILIES, LENGTHS, build, documents, pack, relative_error
+from tiny_models import FAMILIES, LENGTHS, ValueLoss, build, documents, ours_from, pack, predict, relative_error
 from torch import Tensor
 
+from archon import Engine, OptimizerConfig
+from archon.batch import PackedBatch
 from archon.models.config import ModelConfig
 from archon.models.decoder import Decoder
-from archon.weights import load_named, named_weights
+from archon.weights import SCORE, load_named, named_weights, save_folder
 
 TOLERANCE = 1e-5
-
-
-def ours_from(theirs: Any) -> Decoder:
-    model = Decoder(ModelConfig.from_hf_dict(theirs.config.to_dict()))
-    load_named(model, named_weights(theirs))
-    return model
 
 
 def reference(theirs: Any, sequences: list[Tensor], temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -47,33 +43,24 @@ def assert_top_k_margin(theirs: Any, sequences: list[Tensor]) -> None:
             assert (probs[:, top_k - 1] - probs[:, top_k]).min() > 1e-4
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("ac_mode", ["none", "full"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_hf_parity_of_values_and_gradients_on_a_packed_batch(family: str, tied: bool, recompute: bool) -> None:
+def test_hf_parity_of_values_and_gradients_on_a_packed_batch(family: str, tied: bool, ac_mode: str) -> None:
     theirs = build(family, tied=tied)
-    ours = ours_from(theirs)
-    ours.recompute = recompute
+    ours = ours_from(theirs, ac_mode=ac_mode)
     assert dict(ours.named_parameters()).keys() == dict(theirs.named_parameters()).keys()
     sequences = documents()
     if family == "qwen3_moe":
         assert_top_k_margin(theirs, sequences)
-    input_ids, position_ids, cu_seqlens = pack(sequences)
-    rows, targets, temperature = predicting_rows(cu_seqlens), input_ids.roll(-1), 0.7
+    batch = pack(sequences)
+    rows, temperature = predicting_rows(batch[2]), 0.7
 
     logits, chosen, entropy = reference(theirs, sequences, temperature)
-    hidden = ours(input_ids, position_ids, cu_seqlens)
+    hidden = ours(*batch)
     torch.testing.assert_close(hidden @ ours.head_weight().T, logits, atol=TOLERANCE, rtol=TOLERANCE)
-    logprobs, entropies = ours(
-        input_ids,
-        position_ids,
-        cu_seqlens,
-        rows=rows,
-        targets=targets,
-        temperature=torch.full((len(input_ids),), temperature),
-        with_entropy=True,
-    )
-    assert logprobs.dtype == entropies.dtype == torch.float32
+    logprobs, entropies = predict(ours, batch, rows, temperature, with_entropy=True)
+    assert entropies is not None and logprobs.dtype == entropies.dtype == torch.float32
     torch.testing.assert_close(logprobs.double(), chosen, atol=TOLERANCE, rtol=0)
     torch.testing.assert_close(entropies.double(), entropy, atol=TOLERANCE, rtol=0)
 
@@ -144,3 +131,67 @@ def test_hf_parity_of_old_and_new_rope_keys(rope: dict[str, Any], tmp_path: Path
     logits, *_ = reference(theirs, documents(), 1.0)
     hidden = ours(*pack(documents()))
     torch.testing.assert_close(hidden @ ours.head_weight().T, logits, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def critic(folder: Path, **options: Any) -> Engine:
+    optimizer = OptimizerConfig(lr=1e-4, eps=1e-6, weight_decay=0.0)
+    arguments = {"dtype": "float32", "device": "cpu", "max_tokens_per_mb": 70, **options}
+    return Engine.from_pretrained(folder, optimizer=optimizer, is_critic=True, **arguments)
+
+
+def critic_folder(folder: Path, family: str) -> Path:
+    """The backbone of a tiny model with a score in place of a head."""
+    model = build(family, tied=True)
+    score = 0.2 * torch.randn(1, model.config.hidden_size, generator=torch.Generator().manual_seed(3))
+    save_folder(folder, [*named_weights(model), (SCORE, score)], model.config.to_dict())
+    return folder
+
+
+def batch_of(sequences: list[Tensor]) -> PackedBatch:
+    return PackedBatch.from_sequences(
+        [{"input_ids": ids, "loss_mask": torch.arange(len(ids)) % 3 > 0} for ids in sequences]
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hf_parity_of_a_critic(family: str, tmp_path: Path) -> None:
+    """Values and a training step equal those of transformers' sequence classifier with one label."""
+    from transformers import AutoModelForSequenceClassification
+
+    ours = critic(critic_folder(tmp_path, family))
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=1, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-4, eps=1e-6, weight_decay=0.0)
+    batch = batch_of(documents())
+    outputs = ours.forward(batch, ("values", "last_value"))
+    assert outputs.values is not None and outputs.last_value is not None
+    metrics = ours.train_step(batch, ValueLoss())
+    total = 0.0
+    for number, sequence in enumerate(documents()):
+        index = batch.token_index([number])
+        values = theirs.score(theirs.model(sequence[None]).last_hidden_state)[0, :, 0]
+        expected = torch.cat([torch.zeros(1), values[:-1]])
+        torch.testing.assert_close(outputs.values[index], expected, atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(outputs.last_value[number], values[-1], atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(theirs(sequence[None]).logits[0, 0], values[-1])
+        error = torch.where(batch.loss_mask[index], (expected - 1).square(), 0.0).sum()
+        loss = (error + (values[-1] + 1).square()) / batch.loss_mask.sum()
+        loss.backward()
+        total += loss.item()
+    norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+    optimizer.step()
+    assert metrics["loss"] == pytest.approx(total, rel=1e-6)
+    assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+    assert dict(ours.model.named_parameters()).keys() == dict(theirs.named_parameters()).keys()
+    for name, parameter in ours.model.named_parameters():
+        assert relative_error(parameter, theirs.get_parameter(name)) < TOLERANCE, name
+
+
+def test_a_critic_in_bf16_keeps_its_values_in_fp32(tmp_path: Path) -> None:
+    """Rounded to bf16, values near 1 would come in steps of 0.8 %, which is coarser than returns are fitted."""
+    folder = critic_folder(tmp_path, "qwen3")
+    found, expected = (
+        critic(folder, dtype=dtype).forward(batch_of(documents()), ("values",)).values
+        for dtype in ("bfloat16", "float32")
+    )
+    assert found is not None and expected is not None
+    assert relative_error(found, expected) < 3e-2 and not torch.equal(found, found.bfloat16().float())

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from archon.models.config import ModelConfig, MoEConfig, RopeConfig
-from archon.models.decoder import Decoder
+from archon.models.decoder import Decoder, Head
+from archon.options import Options
 from archon.plan import activation_bytes_per_token, count_parameters, plan_memory
 
 DENSE = ModelConfig("llama", 211, 64, 160, 3, 8, 2, 8, 512, RopeConfig(10_000.0))
@@ -58,11 +61,11 @@ def test_parameters_gradients_and_optimizer_states_are_exact(name: str) -> None:
     assert plan.compute_copy == plan.kv_cache == plan.engine_weights == 0
 
 
-def saved_bytes(config: ModelConfig, dtype: torch.dtype, lengths: list[int], recompute: bool) -> int:
+def saved_bytes(config: ModelConfig, dtype: torch.dtype, lengths: list[int], **options: Any) -> int:
     """Bytes of distinct storages that autograd keeps after a forward."""
-    model = Decoder(config)
+    model = Decoder(config, options=Options(**options))
     model.init_weights(torch.Generator().manual_seed(0))
-    model.to(dtype).recompute = recompute
+    model.to(dtype)
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -77,26 +80,39 @@ def saved_bytes(config: ModelConfig, dtype: torch.dtype, lengths: list[int], rec
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
     ids = torch.randint(0, config.vocab_size, (tokens,), generator=torch.Generator().manual_seed(1))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        outputs = model(ids, position_ids, cu_seqlens, rows=torch.arange(tokens - 1), targets=ids.roll(-1))
-    assert outputs is not None
+        columns = model(ids, position_ids, cu_seqlens, head=Head(torch.arange(tokens - 1), ids[1:]))
+    assert columns.requires_grad
     return sum(storage.nbytes() for storage in kept.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("config", [DENSE, TIED, SPARSE], ids=lambda config: config.model_type)
 def test_activations_match_what_autograd_keeps(config: ModelConfig, dtype: torch.dtype) -> None:
-    measured = saved_bytes(config, dtype, [300, 300], recompute=False)
+    measured = saved_bytes(config, dtype, [300, 300])
     planned = 600 * activation_bytes_per_token(config, dtype.itemsize, recompute=False)
     assert planned == pytest.approx(measured, rel=0.05)
 
 
 def test_recompute_keeps_the_inputs_of_layers() -> None:
     deep = ModelConfig("llama", 211, 64, 160, 12, 8, 2, 8, 512, RopeConfig(10_000.0))
-    kept = saved_bytes(deep, torch.float32, [300, 300], recompute=True)
+    kept = saved_bytes(deep, torch.float32, [300, 300], ac_mode="full")
     one_layer = activation_bytes_per_token(DENSE, 4, recompute=False) // DENSE.num_hidden_layers
     planned = activation_bytes_per_token(deep, 4, recompute=True)
     assert planned == pytest.approx(kept / 600 + one_layer, rel=0.05)
     assert planned < activation_bytes_per_token(deep, 4, recompute=False) / 2
+
+
+@pytest.mark.parametrize(("budget", "recomputed"), [(1.0, 0), (0.8, 1), (0.75, 1), (0.7, 2), (0.5, 2), (0.1, 4)])
+def test_a_memory_budget_keeps_at_most_its_share_and_recomputes_no_layer_more(budget: float, recomputed: int) -> None:
+    """Beside the inputs of layers and the head, which are kept in any case."""
+    config = ModelConfig("llama", 211, 64, 160, 4, 8, 2, 8, 512, RopeConfig(10_000.0))
+    everything, inputs, kept = (
+        saved_bytes(config, torch.float32, [150, 150], **options)
+        for options in ({}, {"ac_mode": "full"}, {"ac_mode": "memory_budget", "ac_memory_budget": budget})
+    )
+    share = (kept - inputs) / (everything - inputs)
+    assert share == pytest.approx(1 - recomputed / 4, abs=0.01)
+    assert share <= budget + 0.01 < share + 1 / 4 + 0.01
 
 
 def test_bf16_adds_a_copy_and_the_engine_its_weights_and_cache() -> None:

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import FAMILIES, build, documents, pack
+from tiny_models import FAMILIES, build, documents, ours_from, pack
 
-from archon.models.config import ModelConfig
 from archon.models.decoder import Decoder
-from archon.weights import load_named, named_weights
 
 
 @pytest.fixture(params=FAMILIES)
 def model(request: pytest.FixtureRequest) -> Decoder:
-    theirs = build(request.param)
-    ours = Decoder(ModelConfig.from_hf_dict(theirs.config.to_dict()))
-    load_named(ours, named_weights(theirs))
-    return ours
+    return ours_from(build(request.param))
 
 
 def test_packed_equals_separate(model: Decoder) -> None:

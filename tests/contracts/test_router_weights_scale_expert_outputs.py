@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import build
+from tiny_models import build, ours_from
 
-from archon.models.config import ModelConfig
-from archon.models.decoder import Decoder
 from archon.models.moe import MoE
-from archon.weights import load_named, named_weights
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_moe_equals_transformers_block(renormalize: bool) -> None:
     theirs = build("qwen3_moe", norm_topk_prob=renormalize)
-    ours = Decoder(ModelConfig.from_hf_dict(theirs.config.to_dict()))
-    load_named(ours, named_weights(theirs))
+    ours = ours_from(theirs)
     x = torch.randn(50, 32, generator=torch.Generator().manual_seed(3))
-    for ours_layer, their_layer in zip(ours.model.layers, theirs.model.layers, strict=True):
+    for ours_layer, their_layer in zip(ours.model.layers.values(), theirs.model.layers, strict=True):
         torch.testing.assert_close(ours_layer.mlp(x), their_layer.mlp(x[None])[0], atol=1e-5, rtol=1e-5)
 
 
 def test_outputs_are_what_the_formula_says() -> None:
     theirs = build("qwen3_moe", norm_topk_prob=False)
-    ours = Decoder(ModelConfig.from_hf_dict(theirs.config.to_dict()))
-    load_named(ours, named_weights(theirs))
-    block = ours.model.layers[0].mlp
+    ours = ours_from(theirs)
+    block = ours.model.layers["0"].mlp
     assert isinstance(block, MoE)
     x = torch.randn(20, 32, generator=torch.Generator().manual_seed(4))
     probs = (x @ block.gate.weight.T).softmax(-1)

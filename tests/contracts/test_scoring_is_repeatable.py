@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import FAMILIES, build, documents, pack
+from tiny_models import FAMILIES, build, documents, ours_from, pack, predict
 
 from archon.models.config import ModelConfig
-from archon.models.decoder import Decoder
-from archon.weights import load_named, named_weights
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_passes_are_equal(family: str) -> None:
-    theirs = build(family)
-    model = Decoder(ModelConfig.from_hf_dict(theirs.config.to_dict())).train()
-    load_named(model, named_weights(theirs))
-    batch = pack(documents())
-    arguments = {"rows": torch.arange(60), "targets": batch[0].roll(-1)}
-    with_gradient, _ = model(*batch, **arguments)
-    model.recompute = True
-    recomputed, _ = model(*batch, **arguments)
+    theirs, batch, rows = build(family), pack(documents()), torch.arange(60)
+    model = ours_from(theirs).train()
+    with_gradient, _ = predict(model, batch, rows)
+    recomputed, _ = predict(ours_from(theirs, ac_mode="full").train(), batch, rows)
     with torch.no_grad():
-        without, _ = model.eval()(*batch, **arguments)
+        without, _ = predict(model.eval(), batch, rows)
     assert torch.equal(with_gradient, without) and torch.equal(with_gradient, recomputed)
 
 

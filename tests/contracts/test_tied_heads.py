@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import FAMILIES, build, documents, pack
+from tiny_models import FAMILIES, build, documents, pack, predict
 
 from archon.models.config import ModelConfig
 from archon.models.decoder import Decoder
@@ -36,9 +36,9 @@ def test_log_probs_of_a_tied_model_use_and_train_the_embedding(family: str, tmp_
     model = load(tied_folder(tmp_path / "model", family))
     assert "lm_head.weight" not in dict(model.named_parameters())
     assert model.head_weight() is model.model.embed_tokens.weight
-    input_ids, position_ids, cu_seqlens = pack(documents(lengths=(5,)))
-    never_read = torch.tensor([token for token in range(97) if token not in input_ids.tolist()])
-    logprobs, _ = model(input_ids, position_ids, cu_seqlens, rows=torch.arange(4), targets=input_ids.roll(-1))
+    batch = pack(documents(lengths=(5,)))
+    never_read = torch.tensor([token for token in range(97) if token not in batch[0].tolist()])
+    logprobs, _ = predict(model, batch, torch.arange(4))
     logprobs.sum().backward()
     # Only as a head can these rows get a gradient.
     assert model.model.embed_tokens.weight.grad[never_read].any(-1).all()

@@ -48,7 +48,7 @@ def test_recorded_choices_are_weighed_by_the_current_logits(renormalize: bool) -
     weights, indices = topk_gate(logits, 2, renormalize=renormalize, indices_TK=recorded)
     expected = logits.softmax(-1).gather(-1, recorded)
     expected = expected / expected.sum(-1, keepdim=True) if renormalize else expected
-    assert indices is recorded
+    assert torch.equal(indices, recorded)
     torch.testing.assert_close(weights, expected)
     _, own = topk_gate(logits, 2, renormalize=renormalize)
     assert torch.equal(
@@ -56,6 +56,46 @@ def test_recorded_choices_are_weighed_by_the_current_logits(renormalize: bool) -
         topk_gate(logits, 2, renormalize=renormalize)[0].sort().values,
     )
     assert torch.autograd.gradcheck(lambda x: topk_gate(x, 2, renormalize=renormalize, indices_TK=recorded)[0], logits)
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_recorded_choices_of_minus_one_leave_the_choice_to_the_gate(renormalize: bool) -> None:
+    """By token, or by entry: then the entry holds what the gate would have chosen in its place."""
+    logits, recorded = torch.randn(9, 6), random_choices(9, 6, 2)
+    recorded[2:6] = -1
+    recorded[7, 1] = -1
+    own_weights, own = topk_gate(logits, 2, renormalize=renormalize)
+    weights, indices = topk_gate(logits, 2, renormalize=renormalize, indices_TK=recorded)
+    assert torch.equal(indices, torch.where(recorded == -1, own, recorded))
+    assert torch.equal(weights[2:6], own_weights[2:6])
+    alone, _ = topk_gate(logits, 2, renormalize=renormalize, indices_TK=indices)
+    assert torch.equal(weights, alone)
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_a_selection_bias_moves_the_choice_and_not_the_weights(renormalize: bool) -> None:
+    logits = torch.randn(9, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    bias = torch.tensor([0.0, 2.0, 0.0, -2.0, 0.0, 1.5])
+    weights, indices = topk_gate(logits, 2, renormalize=renormalize, selection_bias_E=bias)
+    assert torch.equal(indices, torch.tensor([[1, 5]]).expand(9, 2))  # a probability is at most 1
+    expected, _ = topk_gate(logits, 2, renormalize=renormalize, indices_TK=indices)
+    assert torch.equal(weights, expected)
+    small = torch.tensor([0.0, 0.1, 0.0, -0.1, 0.05, 0.0])
+    _, moved = topk_gate(logits, 2, renormalize=renormalize, selection_bias_E=small)
+    assert torch.equal(moved, (logits.softmax(-1) + small).topk(2).indices)
+    assert not torch.equal(moved, topk_gate(logits, 2, renormalize=renormalize)[1])
+
+    def replayed(x: Tensor) -> Tensor:
+        return topk_gate(x, 2, renormalize=renormalize, selection_bias_E=bias)[0]
+
+    assert torch.autograd.gradcheck(replayed, logits)
+
+
+def test_recorded_choices_win_over_a_selection_bias() -> None:
+    logits, recorded, bias = torch.randn(9, 6), random_choices(9, 6, 2), torch.tensor([5.0, 4.0, 0.0, 0.0, 0.0, 0.0])
+    recorded[4:] = -1
+    _, indices = topk_gate(logits, 2, renormalize=True, selection_bias_E=bias, indices_TK=recorded)
+    assert torch.equal(indices[:4], recorded[:4]) and torch.equal(indices[4:], torch.tensor([[0, 1]]).expand(5, 2))
 
 
 def test_recorded_choices_of_another_shape_are_refused() -> None:
