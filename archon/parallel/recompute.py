@@ -18,8 +18,11 @@ from archon.models.config import ModelConfig
 from archon.options import Options
 
 _FP32 = 4
-_KEPT_OPS = ("mm", "addmm", "bmm", "_grouped_mm", "_scaled_dot_product", "all_to_all", "all_gather", "reduce_scatter")
-"""Beginnings of the names of operations whose results selective recomputation keeps: arithmetic and communication."""
+_KEPT_OPS = ("mm", "addmm", "bmm", "_grouped_mm", "_scaled_dot_product")
+"""Beginnings of the names of operations whose results selective recomputation keeps.
+
+Collectives are not among them: they fill a buffer of their caller, so what they return cannot stand for running them.
+"""
 
 LayerPlan = dict[int, Literal["layer", "op"]]
 """By layer, what backward recomputes: all of it, or all but the results of the expensive operations."""
