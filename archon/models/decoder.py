@@ -42,7 +42,7 @@ class Head:
     """What the head computes, from the hidden states of this context rank's tokens.
 
     Attributes:
-        rows: ``[M]`` int64 tokens whose prediction matters; may be empty. Values are computed for every token.
+        rows: ``[M]`` int64 tokens whose prediction matters, each once; may be empty. Values come for every token.
         targets: ``[M]`` int64, the token that follows each of them.
         temperature: ``[M]`` fp32 that divides their logits, or None for 1.
         outputs: columns to return: ``logprobs``, ``entropy``; or ``values`` of a critic.
