@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import signal
 import sys
 import threading
@@ -16,12 +17,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from layout_cases import PolicyLoss, make_batch, make_folder
 from rank_pool import RankError, RankPool
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import archon
 from archon import checkpoint
 from archon.checkpoint import CheckpointError
+from archon.weights import digest, read_folder
 
 POOL = RankPool(2)
 # Audit events before which a process is killed: the first wherever their path lies, for removing a tree names its files
@@ -154,3 +158,128 @@ def test_a_folder_without_its_last_file_is_no_checkpoint(tmp_path: Path) -> None
     assert not checkpoint.is_checkpoint(path)
     with pytest.raises(FileNotFoundError, match="holds no complete checkpoint"):
         checkpoint.load(path, {})
+
+
+# ---- an engine on several ranks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder("moe", tmp_path_factory.mktemp("model"))
+
+
+def make_engine(folder: Path, layout: str) -> archon.Engine:
+    optimizer = archon.OptimizerConfig(lr=1e-3)
+    return archon.Engine.from_pretrained(folder, layout=layout, optimizer=optimizer, dtype="float32", device="cpu")
+
+
+def train(engine: archon.Engine) -> str:
+    engine.train_step(make_batch(engine.version, (5, 20)), PolicyLoss())
+    return engine.digest()
+
+
+def killed_in_the_background(folder: Path, path: Path, victims: tuple[int, ...], step: int) -> None:
+    """Save version 1, train, and save version 2 while training goes on; ``victims`` die at a step of the writing."""
+    engine = make_engine(folder, "d2e2")
+    digests = [train(engine)]
+    engine.save(path, "checkpoint")
+    digests.append(train(engine))
+    (folder.parent / "digests").write_text(json.dumps(digests))
+
+    def die() -> None:
+        nonlocal step
+        step -= 1
+        if step < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if dist.get_rank() in victims:
+        watch(path.parent, die)
+    engine.save(path, "checkpoint", wait=False)
+    while True:  # into the kill: nothing tells a training rank that another one is about to die
+        train(engine)
+
+
+def resumed(folder: Path, layout: str, path: Path) -> tuple[int, str, list[str]]:
+    engine = make_engine(folder, layout)
+    engine.load(path)
+    found = engine.version, engine.digest()
+    train(engine)
+    engine.save(path, "checkpoint")
+    return *found, os.listdir(path.parent)
+
+
+@pytest.mark.parametrize(
+    ("victims", "step"), [((0,), 2), ((0,), 12), ((0,), 20), ((1,), 0), ((1,), 4), ((0, 1), 1), ((0, 1), 3)]
+)
+def test_killed_in_the_background_the_checkpoint_loads_in_another_layout(
+    folder: Path, tmp_path: Path, victims: tuple[int, ...], step: int
+) -> None:
+    path = tmp_path / "steps" / "step"
+    with pytest.raises(RankError, match="SIGKILL"):
+        POOL.run(killed_in_the_background, 2, folder, path, victims, step)
+    digests = json.loads((folder.parent / "digests").read_text())
+    for version, weights, names in POOL.run(resumed, 2, folder, "(attn:t2|ffn:t2)", path):
+        assert weights == digests[version - 1] and version == (2 if step == 20 else 1)
+        assert names == ["step"], "what the dead left is gone"
+
+
+def replaced(folder: Path, path: Path) -> list[str]:
+    """Digests of ``path``, read before every step of replacing it, and those of what it held and came to hold."""
+    engine, seen = make_engine(folder, "d2e2"), []
+    weights = [train(engine)]
+    engine.save(path)
+    watching = dist.get_rank() == 0
+
+    def look() -> None:
+        nonlocal watching
+        if watching:
+            watching = False  # reading opens files too
+            assert (path / "config.json").is_file()
+            seen.append(digest(read_folder(path)))
+            watching = True
+
+    watch(path.parent, look)
+    weights.append(train(engine))
+    engine.save(path)
+    watching = False
+    return [*weights, *seen]
+
+
+def test_a_saved_folder_is_replaced_in_one_step(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "folders" / "folder"
+    (old, new, *seen), _ = POOL.run(replaced, 2, folder, path)
+    assert len(seen) > 10 and seen == sorted(seen, key=[old, new].index), "never anything between the two"
+    assert set(seen) == {old, new}
+    assert os.listdir(path.parent) == ["folder"]
+    assert digest(read_folder(path)) == new
+
+
+def with_a_full_disk(folder: Path, path: Path) -> tuple[str, str]:
+    engine = make_engine(folder, "d2e2")
+    engine.save(path)
+    before = engine.digest()
+    train(engine)
+    if dist.get_rank() == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+    with pytest.raises(Exception, match="File too large") as error:
+        engine.save(path)
+    train(engine)  # the ranks are still in step
+    return str(error.value), before
+
+
+def test_a_folder_that_rank_0_cannot_write_fails_on_every_rank(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "folders" / "folder"
+    (_, before), (said, _) = POOL.run(with_a_full_disk, 2, folder, path)
+    assert said.startswith(f"rank 0 could not write {path}: ")
+    assert digest(read_folder(path)) == before and os.listdir(path.parent) == ["folder"]
+
+
+def test_a_checkpoint_and_a_folder_replace_each_other(folder: Path, tmp_path: Path) -> None:
+    path, engine = tmp_path / "saves" / "save", make_engine(folder, "d1")
+    for kind in ("hf", "checkpoint", "hf"):
+        expected = train(engine)
+        engine.save(path, kind)
+        train(engine)
+        engine.load(path)
+        assert engine.digest() == expected
+        assert checkpoint.is_checkpoint(path) == (kind == "checkpoint") and os.listdir(path.parent) == ["save"]
