@@ -131,9 +131,13 @@ class BlockSavePlanner(dcp.DefaultSavePlanner):
 
 
 class BlockLoadPlanner(LoadPlanner):
-    """Reads into blocks what overlaps them, however it was cut when it was written. State dict: name to ``Block``."""
+    """Reads into blocks what overlaps them, however it was cut when it was written. State dict: name to ``Block``.
 
-    def __init__(self, strict_names: bool) -> None:
+    Args:
+        strict_names: beginning of the stored names that some rank must ask for; None for no name.
+    """
+
+    def __init__(self, strict_names: str | None) -> None:
         self.strict_names = strict_names
 
     def set_up_planner(
@@ -160,7 +164,8 @@ class BlockLoadPlanner(LoadPlanner):
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         asked = {name for plan in global_plan for name in plan.planner_data}
-        if self.strict_names and (left_over := self.stored.keys() - asked):
+        strict = () if self.strict_names is None else self.strict_names
+        if left_over := {name for name in self.stored.keys() - asked if name.startswith(strict)}:
             raise ValueError(f"no rank asks for {_listed(left_over)}, which the checkpoint holds")
         return global_plan
 

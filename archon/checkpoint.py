@@ -114,7 +114,7 @@ def save(
 
 
 def load(
-    path: Path, tensors: Mapping[str, Tensor], *, group: ProcessGroup | None = None, strict_names: bool = False
+    path: Path, tensors: Mapping[str, Tensor], *, group: ProcessGroup | None = None, strict_names: str | None = None
 ) -> dict[str, Any]:
     """Fill the tensors in place with what ``save`` wrote, in whatever layout that was, and return its state.
 
@@ -124,7 +124,7 @@ def load(
         path: the checkpoint.
         tensors: plain tensors, filled whole, or DTensors on any mesh; shapes and dtypes as they were saved.
         group: the ranks that load; None takes the default group, if there is one.
-        strict_names: whether a name in the checkpoint that no rank asks for is an error.
+        strict_names: a name in the checkpoint that begins so, and that no rank asks for, is an error ("": any name).
 
     Raises:
         FileNotFoundError: ``path`` holds no complete checkpoint.

@@ -394,7 +394,9 @@ class Engine:
         with phase.of("load"):
             # Ranks that see files differently must not go different ways.
             if self._from_first(checkpoint.is_checkpoint(Path(path))):
-                state = checkpoint.load(Path(path), self._state(), strict_names=self.optimizer is not None)
+                # An engine that only scores leaves the optimizer's states, and nothing of the model.
+                strict = "model." if self.optimizer is None else ""
+                state = checkpoint.load(Path(path), self._state(), strict_names=strict)
                 self.version = int(state["version"])
                 copy_second_embedding(self.model.parts.values(), self.optimizer)
             else:

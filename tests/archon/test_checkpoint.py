@@ -110,7 +110,7 @@ def loaded_by_rank(folder: Path, layout: str, written: list[str]) -> list[str]:
     for writer in written:
         held = holdings(layout, filled=False)
         before = {name: tensor.data_ptr() for name, tensor in held.items() if not isinstance(tensor, DTensor)}
-        state = checkpoint.load(folder / writer, held, strict_names=True)
+        state = checkpoint.load(folder / writer, held, strict_names="")
         assert state == {"version": 7, "layout": writer}
         wrong += [f"{writer}: {name}" for name, tensor in held.items() if not _bit_equal(tensor, expected[name])]
         assert all(held[name].data_ptr() == pointer for name, pointer in before.items()), "not filled in place"
@@ -282,10 +282,10 @@ def misfits(folder: Path) -> list[str]:
     checkpoint.save(folder / "step", {"shared": torch.ones(2), f"own.{rank}": torch.ones(3)}, {})
     said = []
     for tensors, strict in (
-        ({"shared": torch.ones(2), "other": torch.ones(1)} if rank else {}, False),
-        ({"shared": torch.ones(2, 1) if rank else torch.ones(2)}, False),
-        ({"shared": torch.ones(2, dtype=torch.float64)}, False),
-        ({"shared": torch.ones(2), "own.0": torch.ones(3)}, True),
+        ({"shared": torch.ones(2), "other": torch.ones(1)} if rank else {}, None),
+        ({"shared": torch.ones(2, 1) if rank else torch.ones(2)}, None),
+        ({"shared": torch.ones(2, dtype=torch.float64)}, None),
+        ({"shared": torch.ones(2), "own.0": torch.ones(3)}, "own."),
     ):
         with pytest.raises(CheckpointError) as error:
             checkpoint.load(folder / "step", tensors, strict_names=strict)
@@ -296,7 +296,7 @@ def misfits(folder: Path) -> list[str]:
     with pytest.raises(FileNotFoundError) as missing:
         checkpoint.load(folder / "absent", {})
     said.append(str(missing.value))
-    checkpoint.load(folder / "step", {"shared": torch.ones(2)})
+    checkpoint.load(folder / "step", {"shared": torch.ones(2)}, strict_names="shared")
     return said
 
 

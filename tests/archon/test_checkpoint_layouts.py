@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 import archon
+from archon.checkpoint import CheckpointError
 from archon.layout import Layout
 from archon.training_state import training_state
 from archon.weights import digest, named_weights, save_folder
@@ -234,6 +235,22 @@ def test_layout_parity_of_an_engine_that_only_scores(written: dict[str, Written]
         for version, weights, logprobs in ranks.run(scored, 4, model.folder, one, path):
             assert (version, weights) == (BEFORE, model.held[name].weights) == alone[:2]
             torch.testing.assert_close(logprobs, alone[2], atol=1e-5, rtol=0)
+
+
+def without_the_bias(folder: Path, case: Case, path: Path, trains: bool) -> str:
+    engine = make_engine(folder, case, trains=trains)
+    with pytest.raises(CheckpointError) as error:
+        engine.load(path)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_balance_bias_is_not_left_behind(trains: bool, written: dict[str, Written], ranks: RankPool) -> None:
+    """Without it the router would choose other experts than those that were trained."""
+    model = written["dense_first"]
+    path = next(iter(model.checkpoints.values()))
+    for said in ranks.run(without_the_bias, 2, model.folder, Case("d2", "dense_first"), path, trains):
+        assert "no rank asks for model.model.layers.1.mlp.gate.e_score_correction_bias, " in said
 
 
 def test_layout_parity_of_critics(tmp_path: Path, ranks: RankPool) -> None:
