@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from layout_cases import PolicyLoss, make_batch, make_folder
+from rank_pool import RankPool
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, build, documents, pack, predict
 
+import archon
+from archon.layout import Layout
 from archon.models.config import ModelConfig
 from archon.models.decoder import Decoder
 from archon.weights import WeightsError, digest, load_folder, load_named, named_weights, read_folder, save_folder
@@ -90,3 +94,51 @@ def test_an_untied_model_without_a_head_is_refused(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(WeightsError, match=r"1 missing: lm_head\.weight"):
         load(tmp_path / "model")
+
+
+# ---- a pipeline, whose last stage has a copy of the embedding
+
+
+def exported(folder: Path, layout: str, schedule: str, path: Path) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """Train, export from one engine and load into another; what every stage of it holds as embedding; its log-probs."""
+    options = archon.Options(pp_schedule=schedule)
+    settings = {"layout": layout, "dtype": "float32", "device": "cpu", "options": options}
+    trained = archon.Engine.from_pretrained(folder, optimizer=archon.OptimizerConfig(lr=1e-2), **settings)
+    for step in range(2):
+        trained.train_step(make_batch(step, (5, 20, 37)), PolicyLoss())
+    trained.save(path)
+    trained.save(path.with_name("step"), "checkpoint")
+    engine = archon.Engine.from_pretrained(folder, **settings)
+    engine.load(path.with_name("step"))
+    held = []
+    for part in (*trained.model.parts.values(), *engine.model.parts.values()):
+        if hasattr(part.model, "embed_tokens"):
+            held.append(part.model.embed_tokens.weight.full_tensor().detach())
+    return held, engine.forward(make_batch(9, (5, 20, 37))).logprobs
+
+
+@pytest.mark.parametrize(
+    ("layout", "schedule"), [("p2", "ZBVZeroBubble"), ("p2", "Interleaved1F1B"), ("p2t2", "1F1B"), ("p4", "1F1B")]
+)
+def test_a_tied_model_exported_from_a_pipeline_predicts_the_same_in_transformers(
+    layout: str, schedule: str, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder, path = make_folder("tied", tmp_path), tmp_path / "export"
+    by_rank = RankPool().run(exported, Layout.parse(layout).world_size, folder, layout, schedule, path)
+    tensors = load_file(path / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    copies = [copy for held, _ in by_rank for copy in held]
+    assert len(copies) == 2 * 2 * Layout.parse(layout).tensor  # two engines, first and last stage
+    assert all(torch.equal(copy, tensors["model.embed_tokens.weight"]) for copy in copies)
+    theirs = AutoModelForCausalLM.from_pretrained(path).eval()
+    batch, ours = make_batch(9, (5, 20, 37)), by_rank[0][1]
+    assert ours is not None
+    for sequence in range(batch.num_sequences):
+        index = batch.token_index([sequence])
+        ids, mask = batch.input_ids[index], batch.loss_mask[index]
+        with torch.no_grad():
+            logits = theirs(ids[None]).logits[0] / batch["temperature"][sequence]
+        expected = logits.log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0]
+        torch.testing.assert_close(ours[index][1:], expected * mask[1:], atol=1e-5, rtol=0)
