@@ -217,14 +217,23 @@ def make_engine(folder: Path, case: Case, **changes: Any) -> archon.Engine:
     return archon.Engine.from_pretrained(folder, **{**arguments, **changes})
 
 
-def observe(folder: Path, case: Case, batches: Sequence[PackedBatch] | None = None) -> Observed:
-    """Score a batch, train a few steps, score again. Every rank of the layout calls it.
+def observe(
+    folder: Path,
+    case: Case,
+    batches: Sequence[PackedBatch] | None = None,
+    change: Callable[[archon.Engine], None] | None = None,
+) -> Observed:
+    """Train a few steps, then score a batch. Every rank of the layout calls it.
 
     Args:
         batches: one for each step and the last to score; None takes those of ``make_batch``.
+        change: what happens to the engine before.
     """
     batches = batches or [make_batch(seed, case.lengths) for seed in range(STEPS + 1)]
-    return _observed(make_engine(folder, case), case, lambda step: batches[step])
+    engine = make_engine(folder, case)
+    if change is not None:
+        change(engine)
+    return _observed(engine, case, lambda step: batches[step])
 
 
 def observe_clearly(folder: Path, case: Case) -> tuple[Observed, list[PackedBatch]]:
