@@ -45,14 +45,13 @@ def plan_slots(batch: PackedBatch, max_tokens: int, ranks: Ranks, config: ModelC
     shares = mini_batches(batch, ranks.num_data)
     shares += [[]] * (ranks.num_data - len(shares))
     parts = [batch.select(share) for share in shares]
-    longest = max(sum(batch.lengths.tolist()[index] for index in unit) for unit in batch.units())
-    bins = [micro_batches(part, max(max_tokens, longest)) for part in parts]
+    lengths = batch.lengths.tolist()
+    budget = max([max_tokens, *(sum(lengths[index] for index in unit) for unit in batch.units())])
+    bins = [micro_batches(part, budget) for part in parts]
     count = max(map(len, bins))
     if ranks.layout.pipeline > 1:
         count = _pipeline_count(count, ranks, config, options)
-        bins = [
-            _respread(part, found, count, max(max_tokens, longest)) for part, found in zip(parts, bins, strict=True)
-        ]
+        bins = [_respread(part, found, count, budget) for part, found in zip(parts, bins, strict=True)]
     bins = [found + [[]] * (count - len(found)) for found in bins]
     sizes = [[int(part.lengths[chosen].sum()) for chosen in found] for part, found in zip(parts, bins, strict=True)]
     share, mine = shares[ranks.data_index], ranks.data_index
