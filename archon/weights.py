@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from archon.folders import new_folder
-from archon.parallel.tensor import assign
+from archon.parallel.tensor import assign, assign_block
 
 # Gathering a parameter that two axes shard takes two collectives, which torch warns of each time.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -119,7 +119,7 @@ def load_named(module: nn.Module | Sequence[nn.Module], named: NamedTensors, *, 
 
     Stacked experts under their memory names are accepted too. A head beside a tied embedding must equal it. A critic
     takes the weights of a causal language model: the head is left out, and ``score`` starts at 0. Each rank of a
-    layout keeps its own pieces; nothing is communicated.
+    layout keeps its own pieces, and of experts reads no others; nothing is communicated.
 
     Args:
         module: what to fill, or the parts of a pipeline that this process holds.
@@ -158,7 +158,6 @@ class _Loader:
         self.tied = HEAD not in self.whole and EMBEDDING in self.whole and SCORE not in self.whole
         self.embedding: Tensor | None = None
         self.head: Tensor | None = None
-        self.gathered: dict[str, Tensor] = {}
         self.errors: dict[str, list[str]] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -200,29 +199,12 @@ class _Loader:
             return
         kind = "down_proj" if expert["kind"] == "down_proj" else "gate_up_proj"
         name, index = f"{expert['layer']}.{kind}", int(expert["expert"])
-        if name not in self.places:
-            return
-        target = self._stack(name)[index]
-        if expert["kind"] != "down_proj":
-            target = target.flatten(0, -2).chunk(2)[expert["kind"] == "up_proj"]
-        target.copy_(tensor)
-        self._assign_stack(name)
-
-    def _stack(self, name: str) -> Tensor:
-        """The stack that an expert goes into: the parameter, or the whole of it, from which shards are cut."""
-        place = self.places[name][0]
-        if not isinstance(place, DTensor):
-            return place.detach()
-        if name not in self.gathered:
-            self.gathered[name] = torch.empty(place.shape, dtype=place.dtype)
-        return self.gathered[name]
-
-    def _assign_stack(self, name: str) -> None:
-        """Once a stack that had to be put together is complete, cut this rank's piece from it."""
-        if name in self.gathered and not any(
-            disk in self.missing for disk, _ in split_stack(name, torch.empty(self.whole[name].shape, device="meta"))
-        ):
-            self._assign(name, self.gathered.pop(name))
+        half = int(expert["kind"] == "up_proj")
+        for place in self.places.get(name, ()):
+            if place.ndim == 4:
+                assign_block(place, tensor[None, None], (index, half, 0, 0))
+            else:
+                assign_block(place, tensor[None], (index, half * tensor.shape[0], 0))
 
     def _assign(self, name: str, whole: Tensor) -> None:
         for place in self.places.get(name, ()):

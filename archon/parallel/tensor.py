@@ -10,6 +10,7 @@ Parameters are DTensors, so that storage, checkpoints and exports know the whole
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -93,3 +94,20 @@ def assign(parameter: Tensor, whole: Tensor) -> None:
         whole.detach().view(parameter.shape), parameter.device_mesh, parameter.placements, src_data_rank=None
     )
     parameter.to_local().copy_(piece.to_local())
+
+
+@torch.no_grad()
+def assign_block(parameter: Tensor, block: Tensor, offsets: Sequence[int]) -> None:
+    """Copy into a parameter what this rank holds of ``block``, which lies at ``offsets`` in the whole."""
+    held, start = parameter.detach(), torch.Size([0] * parameter.ndim)
+    if isinstance(parameter, DTensor):
+        (chunk,) = parameter.__create_chunk_list__()
+        held, start = parameter.to_local(), chunk.offsets
+    here, there = [], []
+    for begin, size, offset, length in zip(start, held.shape, offsets, block.shape, strict=True):
+        first, end = max(begin, offset), min(begin + size, offset + length)
+        if first >= end:
+            return
+        here.append(slice(first - begin, end - begin))
+        there.append(slice(first - offset, end - offset))
+    held[tuple(here)].copy_(block[tuple(there)])

@@ -281,15 +281,21 @@ class LiveBytes(TorchDispatchMode):
         before = {id(tensor.untyped_storage()) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and id(storage := tensor.untyped_storage()) not in before:
+            if (
+                isinstance(tensor, Tensor)
+                and not tensor.is_meta
+                and id(storage := tensor.untyped_storage()) not in before
+            ):
                 self.live[storage] = storage.nbytes()
         self.peak = max(self.peak, sum(self.live.values()))
         return out
 
 
-def streamed(folder: Path, case: Case) -> tuple[list[int], int, int]:
-    """Peak of the memory that streaming needs, everywhere and to rank 0; the largest stored tensor; all of them."""
+def streamed(folder: Path, case: Case) -> tuple[int, list[int], int, int]:
+    """Peak of the memory to load, and to stream everywhere and to rank 0; the largest stored tensor; all of them."""
     engine = make_engine(folder, case, trains=False)
+    with LiveBytes() as loading:
+        engine.load(folder)
     peaks = []
     for stream in (engine.weights, engine.publish().tensors):
         with LiveBytes() as memory:
@@ -297,15 +303,15 @@ def streamed(folder: Path, case: Case) -> tuple[list[int], int, int]:
                 pass
         peaks.append(memory.peak)
     sizes = [tensor.nbytes for tensor in engine.model.whole.parameters()]
-    return peaks, max(sizes), sum(sizes)
+    return loading.peak, peaks, max(sizes), sum(sizes)
 
 
 @pytest.mark.parametrize("layout", ["d4e2", "(attn:p2d2|ffn:p2d1t2)"])
-def test_streaming_gathers_one_tensor_at_a_time(layout: str, tmp_path: Path, ranks: RankPool) -> None:
+def test_loading_and_streaming_hold_one_tensor_at_a_time(layout: str, tmp_path: Path, ranks: RankPool) -> None:
     many = build("qwen3_moe", num_hidden_layers=12, mlp_only_layers=[])
     save_folder(tmp_path / "many", named_weights(many), many.config.to_dict())
     one = Case(layout, "moe")
-    for peaks, largest, total in ranks.run(streamed, world_size(one), tmp_path / "many", one):
-        assert total > 10 * largest
+    for to_load, peaks, largest, total in ranks.run(streamed, world_size(one), tmp_path / "many", one):
+        assert total > 10 * largest and to_load < largest, "the largest is a stack of experts, loaded one by one"
         # The pieces of all ranks as they arrive, and the tensor put together from them.
         assert all(largest <= peak <= 3 * largest for peak in peaks), (peaks, largest)
