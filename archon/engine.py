@@ -22,6 +22,7 @@ from archon.mesh import make_ranks, running_processes
 from archon.micro_batch import MicroBatch, plan_slots
 from archon.models.config import ModelConfig
 from archon.models.decoder import initial_weights
+from archon.models.families import FAMILIES, critic_architecture
 from archon.optim import (
     OptimizerConfig,
     apply_gradients,
@@ -377,7 +378,7 @@ class Engine:
         failure: Exception | None = None
         try:
             if self.ranks.rank == 0:
-                weights.save_folder(path, stream, self.folder)
+                weights.save_folder(path, stream, self.folder, changes=self._config_changes())
         except Exception as error:  # raised below, when the others know
             failure = error
         for _ in stream:  # what is left of it after a failure, and on the other ranks
@@ -421,6 +422,12 @@ class Engine:
             "layout": str(self.layout),
             "peak_memory_bytes": peak_memory_bytes(self.device),
         }
+
+    def _config_changes(self) -> dict[str, Any]:
+        """What the config of an exported folder says other than that of the source folder."""
+        if not self.model.is_critic:
+            return {}
+        return {"architectures": [critic_architecture(FAMILIES[self.config.model_type])], "num_labels": 1}
 
     def _folder_dtype(self) -> torch.dtype:
         values = json.loads((self.folder / "config.json").read_text())

@@ -70,7 +70,7 @@ class Options:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it is one of {', '.join(allowed)}")
         if self.selective_ac_option != "op" and not (
-            isinstance(self.selective_ac_option, int) and self.selective_ac_option >= 1
+            type(self.selective_ac_option) is int and self.selective_ac_option >= 1
         ):
             raise ValueError(f"selective_ac_option is {self.selective_ac_option!r}; it is 'op' or a number of layers")
         if not 0 <= self.ac_memory_budget <= 1:

@@ -76,6 +76,10 @@ class Routers:
             raise ValueError(
                 f"{RECORDED} holds expert {wrong}; the model has experts 0 to {experts - 1}, and -1 for none"
             )
+        if ((used < 0).any(-1) != (used < 0).all(-1)).any():
+            raise ValueError(
+                f"{RECORDED} has -1 for some of a token's {top_k} experts in a layer; give all of them or none"
+            )
         ordered = used.sort(-1).values
         if ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any():
             raise ValueError(f"{RECORDED} sends a token to the same expert twice; are layers and experts in order?")

@@ -297,6 +297,7 @@ def save_folder(
     named: NamedTensors,
     config: str | Path | Mapping[str, Any],
     *,
+    changes: Mapping[str, Any] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write a Hugging Face folder that appears under its name only when it is complete and on the disk.
@@ -308,11 +309,12 @@ def save_folder(
         named: ``(disk name, CPU tensor)``, as ``named_weights`` gives.
         config: a model folder, whose configuration and tokenizer files are copied, or the content of a ``config.json``.
             The dtype in ``config.json`` becomes that of the tensors.
+        changes: entries of ``config.json`` to add or replace.
         max_shard_bytes: start a new file before one grows past this; a larger tensor has a file of its own.
     """
     with new_folder(Path(path)) as work:
         dtypes = _write_shards(work, named, max_shard_bytes)
-        _write_configuration(work, config, dtypes)
+        _write_configuration(work, config, changes or {}, dtypes)
 
 
 def _write_shards(folder: Path, named: NamedTensors, max_bytes: int) -> set[torch.dtype]:
@@ -349,7 +351,9 @@ def _write_shards(folder: Path, named: NamedTensors, max_bytes: int) -> set[torc
     return dtypes
 
 
-def _write_configuration(folder: Path, config: str | Path | Mapping[str, Any], dtypes: set[torch.dtype]) -> None:
+def _write_configuration(
+    folder: Path, config: str | Path | Mapping[str, Any], changes: Mapping[str, Any], dtypes: set[torch.dtype]
+) -> None:
     if isinstance(config, Mapping):
         content = dict(config)
     else:
@@ -358,6 +362,7 @@ def _write_configuration(folder: Path, config: str | Path | Mapping[str, Any], d
             copied = file.suffix in {".json", ".txt", ".model", ".jinja"} and not file.name.endswith(".index.json")
             if copied and file.is_file():
                 shutil.copyfile(file, folder / file.name)
+    content.update(changes)
     if len(dtypes) == 1:
         key = "torch_dtype" if "torch_dtype" in content else "dtype"
         content[key] = str(next(iter(dtypes))).removeprefix("torch.")

@@ -184,6 +184,13 @@ def test_hf_parity_of_a_critic(family: str, tmp_path: Path) -> None:
     assert dict(ours.model.named_parameters()).keys() == dict(theirs.named_parameters()).keys()
     for name, parameter in ours.model.named_parameters():
         assert relative_error(parameter, theirs.get_parameter(name)) < TOLERANCE, name
+    ours.save(tmp_path / "exported")
+    exported = AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported", dtype=torch.float32)
+    for name, parameter in ours.model.named_parameters():
+        assert torch.equal(exported.get_parameter(name), parameter), name
+    assert torch.equal(
+        critic(tmp_path / "exported").forward(batch, ("values",)).values, ours.forward(batch, ("values",)).values
+    )
 
 
 def test_a_critic_in_bf16_keeps_its_values_in_fp32(tmp_path: Path) -> None:

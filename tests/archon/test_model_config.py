@@ -50,7 +50,7 @@ def test_sparse_layers_follow_step_and_dense_list(key: str) -> None:
     [
         ({"model_type": "mamba"}, "model_type='mamba'"),
         ({"model_type": None}, "model_type=None"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
+        ({"architectures": ["LlamaForTokenClassification"]}, "architectures"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
         ({"use_sliding_window": True}, "use_sliding_window"),

@@ -42,9 +42,10 @@ def test_the_table_of_ranks_is_the_layouts_arithmetic() -> None:
 
 def test_the_picture_shows_the_same_ranks() -> None:
     picture = (ROOT / "docs" / "images" / "mesh.svg").read_text()
-    boxes = re.findall(r">rank (\d)<.*?>attention d(\d) c(\d) t(\d)<.*?>experts ed(\d) e(\d)<", picture, flags=re.DOTALL)
+    box = r">rank (\d)<.*?>attention d(\d) c(\d) t(\d)<.*?>experts ed(\d) e(\d)<"
+    boxes = re.findall(box, picture, flags=re.DOTALL)
     assert len(boxes) == LAYOUT.world_size
-    for rank, d, c, t, expert_data, e in (map(int, box) for box in boxes):
+    for rank, d, c, t, expert_data, e in (map(int, found) for found in boxes):
         assert LAYOUT.coordinates(rank) == (0, 0, d, c, t)
         assert LAYOUT.expert_coordinates(rank) == (0, 0, expert_data, e, 0)
 

@@ -22,18 +22,23 @@ class Family(Protocol):
 FAMILIES: dict[str, Family] = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3, "qwen3_moe": qwen3_moe}
 
 
+def critic_architecture(family: Family) -> str:
+    """What ``architectures`` says of a critic of the family: the decoder with a ``score`` in the place of the head."""
+    return family.ARCHITECTURE.replace("ForCausalLM", "ForSequenceClassification")
+
+
 def family_of(hf: Mapping[str, Any]) -> Family:
     """The family of a ``config.json``.
 
     Raises:
-        ValueError: an unknown ``model_type``, or an architecture that is not the causal language model of the family.
+        ValueError: an unknown ``model_type``, or an architecture that is no causal language model or critic of it.
     """
     model_type = hf.get("model_type")
     if model_type not in FAMILIES:
         raise ValueError(f"config.json: model_type={model_type!r} is not supported; supported: {sorted(FAMILIES)}")
     family = FAMILIES[model_type]
     architectures = hf.get("architectures") or [family.ARCHITECTURE]
-    if family.ARCHITECTURE not in architectures:
+    if not {family.ARCHITECTURE, critic_architecture(family)} & set(architectures):
         raise ValueError(
             f"config.json: architectures={architectures} is not supported; supported: {family.ARCHITECTURE}"
         )
