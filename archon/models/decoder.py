@@ -95,10 +95,12 @@ class DecoderLayer(nn.Module):
 class Backbone(nn.Module):
     """Embedding, layers and final norm, or the part of them that a pipeline stage holds."""
 
-    def __init__(self, config: ModelConfig, part: Part, ranks: Ranks, options: Options) -> None:
+    def __init__(
+        self, config: ModelConfig, part: Part, ranks: Ranks, options: Options, *, embedding_is_head: bool
+    ) -> None:
         super().__init__()
         self.part = part
-        if part.first or (part.last and config.tie_word_embeddings):
+        if part.first or (part.last and embedding_is_head):
             self.embed_tokens = Embedding(config, ranks)
         self.layers = nn.ModuleDict({str(index): DecoderLayer(config, index, ranks, options) for index in part.layers})
         if part.last:
@@ -139,7 +141,8 @@ class Decoder(nn.Module):
         self.config, self.ranks, self.is_critic = config, ranks, is_critic
         self.part = part or Part.whole(config)
         self.recompute = plan_recompute(options, config)
-        self.model = Backbone(config, self.part, ranks, options)
+        embedding_is_head = config.tie_word_embeddings and not is_critic
+        self.model = Backbone(config, self.part, ranks, options, embedding_is_head=embedding_is_head)
         if self.part.last and is_critic:
             self.score = nn.Linear(config.hidden_size, 1, bias=False)
         elif self.part.last and not config.tie_word_embeddings:

@@ -91,6 +91,8 @@ class ShardedModel:
 
     def share_embedding_gradient(self) -> None:
         """Where the first and the last stage hold the same embedding, give both the sum of their gradients."""
+        if self.is_critic:  # its head is no embedding
+            return
         group = self.ranks.tied_embedding
         held = [part.model.embed_tokens.weight for part in self.parts.values() if hasattr(part.model, "embed_tokens")]
         gradients = [local_shard(weight.grad) for weight in held if weight.grad is not None]
@@ -120,7 +122,9 @@ class ShardedModel:
             dtype: cast before anything travels; None keeps fp32.
             everywhere: False gives the tensors to rank 0, and an empty stream, which takes as long, to the others.
         """
-        stored = {name: tensor for part in self.parts.values() for name, tensor in weights.stored_tensors(part)}
+        stored: dict[str, Tensor] = {}
+        for part in self.parts.values():
+            stored = dict(weights.stored_tensors(part)) | stored  # of two copies, the first
         holders = self._holders()
         receives = everywhere or self.ranks.rank == 0
         # Every copy of the pipeline has the whole model; that of rank 0 is enough for rank 0.
