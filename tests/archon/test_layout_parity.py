@@ -86,6 +86,8 @@ PIPELINE = [
     Case("p2", "dense_inside", {**INTERLEAVED, "pp_layers_per_stage": 1}),
     Case("p2", "normed", {"pp_first_stage_less_layers": 0, "pp_last_stage_less_layers": 2}),
     Case("p2", "normed", is_critic=True, budget=12, lengths=SHORT),
+    Case("p2", "tied", is_critic=True),  # the embedding is no head here
+    Case("p2", "tied", ZBV, is_critic=True),
     Case("d2p2", "moe", ZBV, lengths=FEW),
     Case("p2t2", "tied", ZERO_BUBBLE),
     Case("p2c2", "dense", RING),
