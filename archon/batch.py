@@ -206,6 +206,8 @@ def mini_batches(batch: PackedBatch, count: int) -> list[list[int]]:
 
     Units stay whole and keep their order inside a mini-batch. A batch with fewer units than ``count`` gives fewer.
     """
+    if count < 1:
+        raise ValueError(f"a batch is dealt into {count} mini-batches; it takes at least 1")
     units, lengths = batch.units(), batch.lengths.tolist()
     count = min(count, len(units))
     sizes = [sum(lengths[index] for index in unit) for unit in units]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from archon.batch import PackedBatch
 from archon.communication import CommunicationCounter
-from archon.device import collectives_backend, default_device, peak_memory_bytes
+from archon.device import collectives_backends, own_device, peak_memory_bytes
 from archon.engine import Engine
 from archon.layout import Layout
 from archon.losses import LossSpec
@@ -252,9 +252,9 @@ def _measured(layout: str, workload: Workload, reports: Sequence[Report]) -> Mea
 def _report(layout: str, workload: Workload, store: dist.Store, rank: int, world: int) -> Report:
     """Join the group of this layout, measure, and leave it: what this rank found, or its failure."""
     try:
-        device = _device()
+        device = own_device()
         dist.init_process_group(
-            _backends(device),
+            collectives_backends(device),
             store=store,
             rank=rank,
             world_size=world,
@@ -319,24 +319,6 @@ def _matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
             torch.accelerator.synchronize(device)
         seconds.append(time.perf_counter() - start)
     return 2 * size**3 / median(seconds[1:])
-
-
-def _device() -> torch.device:
-    """This rank's accelerator where torch sees one, else the CPU."""
-    device = default_device()
-    if device.type == "cpu":
-        return device
-    index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.accelerator.device_count()
-    if index >= count:
-        raise ValueError(f"rank {index} of this machine needs an accelerator of its own, and there are {count}")
-    torch.accelerator.set_device_index(index)
-    return torch.device(device.type, index)
-
-
-def _backends(device: torch.device) -> str:
-    """Beside an accelerator's collectives those of the CPU, which small results travel by."""
-    cpu, chosen = collectives_backend(torch.device("cpu")), collectives_backend(device)
-    return cpu if device.type == "cpu" else f"cpu:{cpu},{device.type}:{chosen}"
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 
@@ -15,6 +16,31 @@ def default_device() -> torch.device:
     if torch.accelerator.is_available():
         return torch.device(torch.accelerator.current_accelerator())  # type: ignore[arg-type]
     return torch.device("cpu")
+
+
+def own_device(name: str | None = None) -> torch.device:
+    """The device of this rank: its own accelerator where there is one and the CPU is not asked for by ``name``.
+
+    Raises:
+        ValueError: more ranks on this machine, by ``LOCAL_RANK``, than accelerators.
+    """
+    device = torch.device(name) if name is not None else default_device()
+    if device.type == "cpu":
+        return device
+    index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.accelerator.device_count()
+    if index >= count:
+        raise ValueError(
+            f"rank {index} of this machine needs an accelerator of its own, and there are {count}: use a layout of at "
+            f"most {count} ranks, or device='cpu'"
+        )
+    torch.accelerator.set_device_index(index)
+    return torch.device(device.type, index)
+
+
+def collectives_backends(device: torch.device) -> str:
+    """Backends of a process group: those of an accelerator beside those of the CPU, which batches travel by."""
+    cpu, chosen = collectives_backend(torch.device("cpu")), collectives_backend(device)
+    return cpu if device.type == "cpu" else f"cpu:{cpu},{device.type}:{chosen}"
 
 
 def collectives_backend(device: torch.device) -> str:

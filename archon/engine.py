@@ -134,6 +134,8 @@ class Engine:
                 "offload_params moves parameters from an accelerator to the host, and this engine runs on the CPU: "
                 "leave it out"
             )
+        if options.compile is not None and options.compile not in torch.compiler.list_backends(exclude_tags=()):
+            raise ValueError(f"compile is {options.compile!r}, which is no backend of torch.compile here")
         if options.deterministic:
             torch.use_deterministic_algorithms(True)
         with phase.of("load"):
@@ -166,6 +168,7 @@ class Engine:
             ValueError: a field that this model does not give, or recorded choices that do not fit it.
         """
         self._check_outputs(what)
+        self._check_whole()
         self.model.train_mode(False)
         columns = self._blank_columns(batch, what)
         micro_batches = self._micro_batches(batch, what, training=False)
@@ -224,13 +227,16 @@ class Engine:
             ``moe/layer_N/max_violation`` (load of the busiest expert over the mean, less 1) and ``idle_experts``.
 
         Raises:
-            RuntimeError: the engine was built without an optimizer.
+            RuntimeError: the engine was built without an optimizer, or a backward pass broke off before.
             ValueError: the loss reads what this model does not give, or recorded choices do not fit it.
         """
         if self.optimizer is None or self.optimizer_config is None:
             raise RuntimeError("this engine only scores: build it with optimizer=OptimizerConfig(...) to train")
         loss_fn = loss.build() if isinstance(loss, LossSpec) else loss
         self._check_outputs(loss_fn.outputs)
+        if RECORDED in loss_fn.outputs:
+            raise ValueError(f"a loss cannot read {RECORDED}: put them into the batch, from forward")
+        self._check_whole()
         learning_rate = self.optimizer_config.lr_at(self.version)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -304,6 +310,13 @@ class Engine:
         )
         slots = plan_slots(batch, self.max_tokens_per_mb, self.ranks, self.config, self.options)
         return [MicroBatch.build(batch, slot, head, self.ranks, self.device, routing) for slot in slots]
+
+    def _check_whole(self) -> None:
+        if self.model.pipeline.broken:
+            raise RuntimeError(
+                "a backward pass broke off in this engine, and what fully_shard keeps of it would spoil later "
+                "gradients: build the engine again and load the last checkpoint"
+            )
 
     def _check_outputs(self, what: Sequence[str]) -> None:
         given = _OUTPUTS[self.model.is_critic]

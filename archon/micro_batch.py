@@ -149,7 +149,7 @@ class MicroBatch:
         if ranks.context is not None:
             groups = ranks.context_groups
             stream = stream_order(slot.tokens, groups.ring_size, groups.ulysses_size)
-            mine = stream.chunk(groups.size)[ranks.place.context]
+            mine = stream.chunk(groups.size)[groups.rank]
         local_rows = (predicts if mine is None else predicts[mine]).nonzero().squeeze(-1)
         rows = local_rows if mine is None else mine[local_rows]
         temperature = None

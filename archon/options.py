@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -12,6 +13,9 @@ Reshard = Literal["default", "always", "never"]
 
 ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
 """Schedules that run the gradient of the inputs and that of the weights apart."""
+
+
+_LEAST_LAYERS = {"pp_first_stage_less_layers": 0, "pp_last_stage_less_layers": 0, "pp_layers_per_stage": 1}
 
 
 @dataclass(frozen=True)
@@ -75,11 +79,15 @@ class Options:
             raise ValueError(f"selective_ac_option is {self.selective_ac_option!r}; it is 'op' or a number of layers")
         if not 0 <= self.ac_memory_budget <= 1:
             raise ValueError(f"ac_memory_budget is {self.ac_memory_budget}; it is a share from 0 to 1")
-        for name in ("pp_first_stage_less_layers", "pp_last_stage_less_layers"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it is a number of layers from 0")
-        if self.pp_layers_per_stage is not None and self.pp_layers_per_stage < 1:
-            raise ValueError(f"pp_layers_per_stage is {self.pp_layers_per_stage}; it is a number of layers from 1")
+        for name, least in _LEAST_LAYERS.items():
+            value = getattr(self, name)
+            if not ((type(value) is int and value >= least) or (value is None and name == "pp_layers_per_stage")):
+                raise ValueError(f"{name} is {value!r}; it is a number of layers from {least}")
         for name in ("moe_router_bias_update_rate", "moe_aux_loss_coeff", "moe_z_loss_coeff"):
-            if getattr(self, name) < 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it is 0 or above")
+        for name in ("offload_params", "deterministic"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it is True or False")
+        if not (self.compile is None or isinstance(self.compile, str)):
+            raise ValueError(f"compile is {self.compile!r}; it names a backend of torch.compile, such as 'inductor'")

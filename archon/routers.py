@@ -70,6 +70,9 @@ class Routers:
         places = {layer: place for place, layer in enumerate(self.layers)}
         if choices.shape[1] != sparse:
             places = {layer: layer for layer in self.layers}
+            for layer in set(range(self.num_layers)) - self.moe.layers:
+                if (choices[:, layer] >= 0).any():
+                    raise ValueError(f"{RECORDED} has experts for layer {layer}, which is dense: its entries are -1")
         used = choices[:, list(places.values())]
         if used.numel() and (used.min() < -1 or used.max() >= experts):
             wrong = int(used.min() if used.min() < -1 else used.max())

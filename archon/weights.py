@@ -302,7 +302,7 @@ def save_folder(
 ) -> None:
     """Write a Hugging Face folder that appears under its name only when it is complete and on the disk.
 
-    An older folder of that name is moved aside until the new one has taken its place, then deleted.
+    An older folder of that name is replaced; see ``archon.folders``.
 
     Args:
         path: the folder to write; its parents are made.

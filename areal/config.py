@@ -9,7 +9,6 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from archon.layout import Layout, parse_backend
-from archon.options import Options
 from areal.config_loader import ConfigError, blame, load_object, load_tree, resolved_yaml, validate
 
 __all__ = ["Config", "ConfigError", "blame", "load_config", "load_object", "resolved_yaml"]
@@ -144,19 +143,6 @@ class ArchonConfig(Section):
     moe_aux_loss_coeff: float = Field(0.0, ge=0)
     moe_z_loss_coeff: float = Field(0.0, ge=0)
 
-    def options(self, gradient_checkpointing: bool) -> Options:
-        """The engine's options."""
-        same = self.model_dump(
-            exclude={"reshard_after_forward_policy", "ac_mode", "enable_compile", "use_deterministic_algorithms"}
-        )
-        return Options(
-            **same,
-            reshard_after_forward=self.reshard_after_forward_policy,
-            ac_mode=self.ac_mode if gradient_checkpointing else "none",
-            compile="inductor" if self.enable_compile else None,
-            deterministic=self.use_deterministic_algorithms,
-        )
-
 
 class ActorConfig(Section):
     """The model being trained, its optimizer, and the policy loss.
@@ -205,10 +191,6 @@ class ActorConfig(Section):
     @property
     def layout(self) -> Layout:
         return _layout_of(self.backend, "archon")
-
-    def options(self) -> Options:
-        """How the layout runs."""
-        return self.archon.options(self.gradient_checkpointing)
 
 
 class GenerationConfig(Section):
@@ -421,6 +403,11 @@ def _conflicts(config: Config) -> list[str]:
                 f"gconfig.n_samples = 1: actor.{key} compares the samples of a prompt with each other, and one sample "
                 f"always gets 0; use n_samples of 2 or more, or actor.{key} levels batch or null"
             )
+    if actor.archon.ac_mode not in ("full", "none") and not actor.gradient_checkpointing:
+        found.append(
+            f"actor.archon.ac_mode = {actor.archon.ac_mode!r}: nothing is recomputed without "
+            "actor.gradient_checkpointing: true; set it, or leave ac_mode out"
+        )
     if actor.prox_logp_method == "reuse" and actor.ppo_n_minibatches != 1:
         found.append(
             f"actor.ppo_n_minibatches = {actor.ppo_n_minibatches}: actor.prox_logp_method 'reuse' takes the log-probs "

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from archon.models.config import ModelConfig
+from archon.parallel.fit import LayoutMisfit, check_fit
 from archon.plan import COMPUTE_BYTES, MemoryPlan, count_parameters, kv_bytes_per_token, plan_memory
 from areal.config import Config, ConfigError, blame
+from areal.training import engine_options
 
 DEFAULT_KV_BYTES = 2**28
 """Cache of the embedded engine where the recipe does not size it."""
@@ -99,7 +101,11 @@ def print_dry_run(config: Config) -> None:
     shape, rows, lengths = _measure(config)
     found = plan(config, shape, rows, lengths)
     console = Console(highlight=False)
-    for title, entries in (("run", _counts(config, found)), ("memory (estimate)", _memory(found.memory))):
+    ranks = config.actor.layout.world_size
+    memory = "memory (estimate)"
+    if ranks > 1:
+        memory = f"memory (estimate for one process; {ranks} ranks share the trainer's)"
+    for title, entries in (("run", _counts(config, found)), (memory, _memory(found.memory))):
         table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
         table.add_column(no_wrap=True)
         table.add_column(no_wrap=True, justify="right")
@@ -119,6 +125,8 @@ def _measure(config: Config) -> tuple[ModelConfig, int, list[int]]:
         folder = resolve_model(path, cache)
     with blame("actor.path", path, FileNotFoundError, ValueError):
         shape = ModelConfig.from_folder(folder)
+    with blame("actor.backend", config.actor.backend, LayoutMisfit):
+        check_fit(config.actor.layout, shape, engine_options(config.actor))
     with blame("tokenizer_path", config.tokenizer_path, ModelNotFound):
         tokenizer = load_tokenizer(
             folder if config.tokenizer_path == path else resolve_model(config.tokenizer_path, cache)

@@ -43,7 +43,7 @@ from areal.rollout.trajectory import Trajectory
 from areal.rollout.workflow import Episode, GenerationConfig, Workflow
 from areal.run_identity import changed_keys, config_digest
 from areal.threads import share_cores
-from areal.training import TrainerClient
+from areal.training import TrainerClient, engine_options
 from areal.warm_start import supervised_row, warm_start
 from areal.weights.canary import TOLERANCE, canary_batch, check_canary
 from areal.weights.update import update_weights
@@ -128,7 +128,7 @@ class Run:
         with blame("actor.path", self.config.actor.path, FileNotFoundError, ValueError):
             shape = ModelConfig.from_folder(self.model_folder)
         with blame("actor.backend", self.config.actor.backend, LayoutMisfit):
-            check_fit(self.config.actor.layout, shape, self.config.actor.options())
+            check_fit(self.config.actor.layout, shape, engine_options(self.config.actor))
         assert self.workflow and self.held_out_workflow
         if self.config.dynamic_filter_fn:
             load_object("dynamic_filter_fn", self.config.dynamic_filter_fn)
@@ -232,7 +232,7 @@ class Run:
             "optimizer": optimizer,
             "dtype": actor.dtype,
             "max_tokens_per_mb": actor.mb_spec.max_tokens_per_mb,
-            "options": actor.options(),
+            "options": engine_options(actor),
             "init_from_scratch": init_from_scratch,
             "seed": self.config.seed,
         }

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from areal.config import Config
+from areal.config import ArchonConfig, Config
 from areal.rewards.functions import name_of
 from areal.rollout.workflow import Workflow
 
@@ -17,6 +17,13 @@ _MAY_CHANGE_ON_RESUME: dict[str, Any] = {
     "recover": True,
     "stats_logger": True,
     "cluster": True,
+    "actor": {
+        # Where and how it is computed; what is computed does not depend on it.
+        "backend": True,
+        "mb_spec": True,
+        "gradient_checkpointing": True,
+        "archon": set(ArchonConfig.model_fields) - {"moe_aux_loss_coeff", "moe_z_loss_coeff"},
+    },
     "rollout": {
         "num_threads",
         "reward_workers",

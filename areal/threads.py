@@ -1,4 +1,4 @@
-"""Who computes on which cores, when trainer and engine live in one process."""
+"""Who computes on which cores, when trainer and engine live on one machine."""
 
 from __future__ import annotations
 

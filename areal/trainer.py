@@ -57,7 +57,7 @@ class Result:
 
 
 class Trainer:
-    """Runs a recipe in this process; the same configuration resumes where it was interrupted.
+    """Runs a recipe from this process; the same configuration resumes where it was interrupted.
 
     ::
 

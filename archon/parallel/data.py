@@ -22,9 +22,6 @@ def shard_model(model: Decoder, ranks: Ranks, dtype: torch.dtype, options: Optio
 
     Parameters, gradients and their reduction are fp32; ``dtype`` is that of the gathered copy which computes. One fp32
     process needs none of this and is left alone.
-
-    Raises:
-        ValueError: ``offload_params`` on the CPU.
     """
     if ranks.layout.world_size == 1 and dtype == torch.float32 and not options.offload_params:
         return

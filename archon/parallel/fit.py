@@ -13,12 +13,6 @@ from archon.models.config import ModelConfig
 from archon.options import ZERO_BUBBLE, Options
 from archon.parallel.stages import num_stages, stage_layers
 
-REFUSED_WITH_ZERO_BUBBLE = {
-    "compile": "leave compile out",
-    "ac_mode": "set ac_mode to none",
-}
-"""Options that a zero-bubble schedule runs with only at their default, and how to get there."""
-
 
 class LayoutMisfit(ValueError):
     """Model, options or processes do not fit the layout; the message says why, and names the nearest that they fit."""
@@ -45,6 +39,7 @@ def check_fit(layout: Layout, config: ModelConfig, options: Options, *, world_si
         *_world_reasons(layout, world_size),
         *_tensor_reasons(layout.tensor, config),
         *_expert_reasons(layout.expert, layout.expert_tensor, config),
+        *_router_reasons(config, options),
         *_pipeline_reasons(layout.pipeline, config, options),
     ]
     if reasons:
@@ -157,6 +152,12 @@ def _expert_reasons(expert: int, expert_tensor: int, config: ModelConfig) -> lis
     return reasons
 
 
+def _router_reasons(config: ModelConfig, options: Options) -> list[str]:
+    names = ("moe_router_bias_update_rate", "moe_aux_loss_coeff", "moe_z_loss_coeff")
+    asked = [name for name in names if getattr(options, name)]
+    return [f"{name} is set and the model has no experts: leave it out" for name in asked if config.moe is None]
+
+
 def _pipeline_reasons(pipeline: int, config: ModelConfig, options: Options) -> list[str]:
     if pipeline == 1:
         return []
@@ -167,13 +168,18 @@ def _pipeline_reasons(pipeline: int, config: ModelConfig, options: Options) -> l
         stage_layers(config.num_hidden_layers, stages, first_less, last_less)
     except ValueError as error:
         reasons.append(str(error))
-    if schedule in ZERO_BUBBLE:
-        for option, way_out in REFUSED_WITH_ZERO_BUBBLE.items():
-            if (value := getattr(options, option)) != getattr(Options, option):
-                reasons.append(
-                    f"{schedule} does not run with {option} {value}: {way_out}, "
-                    "or choose pp_schedule 1F1B or Interleaved1F1B"
-                )
+    if schedule in ZERO_BUBBLE and options.reshard_after_forward == "always":
+        # The weights' gradients come after the inputs', when these parameters are gone.
+        reasons.append(
+            f"{schedule} does not run with reshard_after_forward always: leave it at default, or choose pp_schedule "
+            "1F1B or Interleaved1F1B"
+        )
+    if schedule in ZERO_BUBBLE and options.ac_mode == "selective" and options.selective_ac_option == "op":
+        # Its backward goes through the graph twice, and what this recomputation keeps is there once.
+        reasons.append(
+            f"{schedule} does not run with ac_mode selective by op: recompute every n-th layer or choose another "
+            "ac_mode, or choose pp_schedule 1F1B or Interleaved1F1B"
+        )
     return reasons
 
 

@@ -35,6 +35,9 @@ def model_parts(config: ModelConfig, layout: Layout, options: Options) -> list[P
 class Pipeline:
     """The parts of a model on this process, and the order in which micro-batches go through them.
 
+    Attributes:
+        broken: a backward pass did not come to its end.
+
     Args:
         parts: by stage.
         ranks: the place of this process.
@@ -46,6 +49,7 @@ class Pipeline:
         self.parts, self.ranks, self.dtype = parts, ranks, dtype
         self.config = next(iter(parts.values())).config
         self.schedule = options.pp_schedule
+        self.broken = False
         self.total = num_stages(ranks.layout, self.config.num_hidden_layers, options)
 
     @property
@@ -98,9 +102,15 @@ class Pipeline:
             (part,) = self.parts.values()
             for number, batch in enumerate(batches):
                 with phase.of("forward/backward", number):
-                    loss_of(batch, run_part(part, batch, batch.input_ids)).backward()
+                    loss = loss_of(batch, run_part(part, batch, batch.input_ids))
+                    self._unless_broken(loss.backward)
             return
-        self._train_stages(batches, loss_of)
+        self._unless_broken(lambda: self._train_stages(batches, loss_of))
+
+    def _unless_broken(self, backward: Callable[[], object]) -> None:
+        self.broken = True
+        backward()
+        self.broken = False
 
     def _train_stages(self, batches: Sequence[MicroBatch], loss_of: LossOf) -> None:
         # Shapes are those of this step, so stages and schedule are made anew; what is costly in them are the parts.

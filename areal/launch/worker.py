@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from archon import phase
-from archon.device import collectives_backend, default_device
+from archon.device import collectives_backends, own_device
 from archon.losses import LossSpec
 from archon.optim import OptimizerConfig
 from archon.options import Options
@@ -45,9 +45,9 @@ class Worker:
     def serve(self) -> None:
         """Build the engine that the first message asks for, then answer calls until ``close``."""
         start = self._channel.receive().header
-        device = _device(start["device"])
+        device = own_device(start["device"])
         dist.init_process_group(
-            _backends(device),
+            collectives_backends(device),
             store=dist.FileStore(start["rendezvous"], self.world_size),
             rank=self.rank,
             world_size=self.world_size,
@@ -125,27 +125,6 @@ class Worker:
 
     def _health(self, message: Message) -> _Answer:
         return {"health": self.engine.health()}, b""
-
-
-def _device(name: str | None) -> torch.device:
-    """The device of this rank: its own accelerator where there is one and the CPU was not asked for."""
-    device = torch.device(name) if name is not None else default_device()
-    if device.type != "cpu":
-        index, count = int(os.environ["LOCAL_RANK"]), torch.accelerator.device_count()
-        if index >= count:
-            raise ValueError(
-                f"rank {index} needs an accelerator of its own and this machine has {count}: use a layout of at most "
-                f"{count} ranks, or device='cpu'"
-            )
-        torch.accelerator.set_device_index(index)
-        device = torch.device(device.type, index)
-    return device
-
-
-def _backends(device: torch.device) -> str:
-    """Beside an accelerator's collectives those of the CPU, which batches travel by."""
-    cpu, chosen = collectives_backend(torch.device("cpu")), collectives_backend(device)
-    return cpu if device.type == "cpu" else f"cpu:{cpu},{device.type}:{chosen}"
 
 
 def _build(engine: str, arguments: dict[str, Any], device: torch.device) -> Any:

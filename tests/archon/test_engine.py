@@ -340,3 +340,50 @@ def test_learning_rate_schedule_table() -> None:
     assert constant.lr_at(0) == constant.lr_at(10**6) == 3.0
     with pytest.raises(ValueError, match="total_steps"):
         archon.OptimizerConfig(lr_scheduler_type="linear")
+
+
+class _Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: object, *grads: torch.Tensor) -> torch.Tensor:
+        raise MemoryError("in the middle")
+
+
+class BreakingLoss(SupervisedLoss):
+    """Its backward raises, after that of the head."""
+
+    def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> Loss:
+        assert outputs.logprobs is not None
+        return Loss(_Breaks.apply(outputs.logprobs).sum())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_after_a_broken_backward_the_engine_refuses_to_go_on(moe_folder: Path, dtype: str) -> None:
+    engine = make_engine(moe_folder, dtype=dtype)
+    before = engine.digest()
+    with pytest.raises(MemoryError):
+        engine.train_step(make_batch(), BreakingLoss())
+    for call in (lambda: engine.train_step(make_batch(), LOSS), lambda: engine.forward(make_batch())):
+        with pytest.raises(RuntimeError, match="load the last checkpoint"):
+            call()
+    assert engine.digest() == before
+
+
+def test_a_batch_is_dealt_into_at_least_one_mini_batch(moe_folder: Path) -> None:
+    with pytest.raises(ValueError, match="0 mini-batches"):
+        make_engine(moe_folder).train_step(make_batch(), LOSS, n_minibatches=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_scoring_leaves_the_weights_as_they_were(moe_folder: Path, dtype: str) -> None:
+    """What ``fully_shard`` gathers in bf16 for a forward must not be taken for the masters."""
+    engine = make_engine(moe_folder, dtype=dtype)
+    for _ in range(2):
+        before = engine.digest()
+        engine.forward(make_batch())
+        assert engine.digest() == before
+        engine.train_step(make_batch(), LOSS)
+    assert {tensor.dtype for _, tensor in engine.weights()} == {torch.float32}

@@ -54,3 +54,19 @@ def test_a_value_outside_its_range_is_refused_by_name(name: str, wrong: Any, say
 )
 def test_a_value_at_its_border_is_taken(name: str, value: Any) -> None:
     assert getattr(Options(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("moe_z_loss_coeff", float("nan")),
+        ("pp_layers_per_stage", 1.5),
+        ("pp_first_stage_less_layers", 0.5),
+        ("compile", True),
+        ("deterministic", "no"),
+        ("selective_ac_option", True),
+    ],
+)
+def test_values_of_the_wrong_kind_are_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=name):
+        Options(**{name: value})  # type: ignore[arg-type]

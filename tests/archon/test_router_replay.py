@@ -84,8 +84,8 @@ def replay(folder: Path, case: Case, batch: PackedBatch) -> Found:
 
 
 def in_all_layers(choices_TLK: Tensor, sparse: list[int], num_layers: int) -> Tensor:
-    """The choices in a column over all layers, with something senseless at the dense ones, where nobody looks."""
-    column = choices_TLK.new_full((choices_TLK.shape[0], num_layers, choices_TLK.shape[2]), 999)
+    """The choices in a column over all layers, with -1 at the dense ones."""
+    column = choices_TLK.new_full((choices_TLK.shape[0], num_layers, choices_TLK.shape[2]), -1)
     column[:, sparse] = choices_TLK
     return column
 
@@ -143,6 +143,8 @@ WRONG: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "no layers": (lambda own: own[:, 0], r"shape \(75, 2\)"),
     "no such expert": (lambda own: own.clone().index_fill_(0, torch.tensor([7]), EXPERTS), "holds expert 8"),
     "a negative expert": (lambda own: own.clone().index_fill_(0, torch.tensor([7]), -2), "holds expert -2"),
+    "a dense layer": (lambda own: own[:, [0, 0, 1, 2]], "layer 0, which is dense"),
+    "half a record": (lambda own: torch.where(own == 1, -1, own), "-1 for some"),
     "twice the same": (lambda own: own[..., :1].expand(own.shape), "same expert twice"),
 }
 

@@ -71,7 +71,9 @@ def test_defaults_alone_make_a_run() -> None:
         ("experiment_name=a/b", ["experiment_name = 'a/b'", "letters"]),
         ("trial_name=..", ["trial_name = '..'", "letters"]),
         # backends and layouts
-        ("actor.backend=archon:d2", ["actor.backend = 'archon:d2'", "2 processes", "archon:d1"]),
+        ("rollout.backend=embedded:d2", ["rollout.backend = 'embedded:d2'", "2 processes", "embedded:d1"]),
+        ("actor.backend=archon:d2e3", ["actor.backend = 'archon:d2e3'", "e3 does not divide"]),
+        ("actor.archon.ac_mode=selective", ["actor.archon.ac_mode = 'selective'", "gradient_checkpointing: true"]),
         ("actor.backend=fsdp:d1", ["actor.backend = 'fsdp:d1'", "'archon'"]),
         ("actor.backend=archon", ["actor.backend = 'archon'", "archon:"]),
         ("rollout.backend=vllm:d1", ["rollout.backend = 'vllm:d1'", "embedded:d1"]),
