@@ -40,7 +40,8 @@ class Options:
         compile: backend of ``torch.compile`` for each layer, or None.
         deterministic: use deterministic algorithms only.
         moe_router_bias_update_rate: step of the balance bias that is added to the router's scores for the choice of
-            experts (arXiv 2408.15664); 0 has no bias.
+            experts (arXiv 2408.15664); 0 has no bias. Exported folders hold it, in fp32, but neither transformers nor
+            rollout engines read it for the families here: sampling needs router replay, or a model trained without it.
         moe_aux_loss_coeff: weight of the balance loss per sequence (DeepSeek-V3 report, eq. 17-20).
         moe_z_loss_coeff: weight of the router's z-loss (arXiv 2202.08906, eq. 5).
 

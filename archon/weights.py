@@ -336,7 +336,8 @@ def _write_shards(folder: Path, named: NamedTensors, max_bytes: int) -> set[torc
         # safetensors refuses views of one storage, which the experts of a layer are
         shard[name] = tensor.contiguous() if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
         size, total = size + tensor.nbytes, total + tensor.nbytes
-        dtypes.add(tensor.dtype)
+        if not name.endswith(BALANCE_BIAS):  # fp32 in every folder
+            dtypes.add(tensor.dtype)
     flush(shard)
     if len(files) == 1:
         (folder / "0.part").rename(folder / SINGLE_FILE)

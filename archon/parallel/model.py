@@ -130,10 +130,12 @@ class ShardedModel:
         # Every copy of the pipeline has the whole model; that of rank 0 is enough for rank 0.
         passes_on = self.ranks.pipeline is not None and (everywhere or self.ranks.place._replace(pipeline=0) == _FIRST)
         for name, template in weights.stored_tensors(self.whole):
-            value = weights.whole_tensor(stored[name], dtype) if holders[name] == self.ranks.rank else None
+            # Rounded, a balance bias would flip the choices that it was moved to flip.
+            cast = torch.float32 if name.endswith(weights.BALANCE_BIAS) else dtype or template.dtype
+            value = weights.whole_tensor(stored[name], cast) if holders[name] == self.ranks.rank else None
             if passes_on:
                 if value is None:
-                    value = torch.empty(template.shape, dtype=dtype or template.dtype, device=self.device)
+                    value = torch.empty(template.shape, dtype=cast, device=self.device)
                 value = value.to(self.device).reshape(template.shape).contiguous()
                 dist.broadcast(value, holders[name], group=self.ranks.pipeline)
             if receives and value is not None:

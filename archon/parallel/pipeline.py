@@ -143,11 +143,22 @@ class Pipeline:
 
 
 class _Stage(PipelineStage):
-    """A stage that also gives its part what the micro-batch is: borders, positions, what to predict."""
+    """A stage that also gives its part what the micro-batch is: borders, positions, what to predict.
+
+    Phases are entered and not left, so that a wait for a neighbour is told by the micro-batch before it.
+    """
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        with phase.of("forward/backward", kwargs["number"]):
-            return run_part(self.submod, kwargs["micro_batch"], *args)
+        phase.set("forward", kwargs["number"])
+        return run_part(self.submod, kwargs["micro_batch"], *args)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        phase.set("backward", bwd_chunk_id)
+        return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        phase.set("backward of weights", bwd_chunk_id)
+        return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
 def run_part(part: nn.Module, batch: MicroBatch, x: Tensor) -> Tensor:

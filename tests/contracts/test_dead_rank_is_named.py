@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -12,7 +13,7 @@ import pytest
 import torch
 from training_stand_in import ENGINE, MODEL
 
-from archon import LossSpec, PackedBatch
+from archon import LossSpec, OptimizerConfig, PackedBatch
 from areal.launch.local import LocalTrainer
 from areal.launch.supervise import TrainingFailed
 
@@ -72,3 +73,32 @@ def test_a_rank_that_ends_by_itself(tmp_path: Path, what: str, event: str) -> No
         assert error.types[0] == "ValueError"
     if what != "exit":
         assert any("in misbehave" in line for line in evidence)  # the traceback, or what the crash left in the log
+
+
+@pytest.mark.parametrize("layout", ["d2e2", "p2"])
+def test_a_rank_killed_in_a_step_of_the_real_engine(layout: str, tmp_path: Path) -> None:
+    """The survivor waits for it inside a collective; its micro-batch is told all the same."""
+    trainer = LocalTrainer(
+        MODEL,
+        layout=layout,
+        logs=tmp_path,
+        device="cpu",
+        dtype="float32",
+        init_from_scratch=True,
+        max_tokens_per_mb=64,
+        optimizer=OptimizerConfig(),
+        deadline=120,
+    )
+    batch = PackedBatch.from_sequences([{"input_ids": torch.arange(60)}] * 400)
+    victim = trainer.health()["processes"][1]
+    killer = threading.Timer(1.5, os.kill, (victim, signal.SIGKILL))
+    killer.start()
+    with pytest.raises(TrainingFailed) as caught:
+        while True:
+            trainer.train_step(batch, LossSpec("archon.losses.SupervisedLoss"))
+    trainer.close()
+    message = str(caught.value)
+    assert caught.value.rank == 1 and "was killed by SIGKILL" in message.splitlines()[0]
+    survivor = message[message.index("\n\nrank 0 ") :]
+    assert re.search(r"in phase .*(forward|backward).* of micro-batch \d+", survivor), survivor
+    assert "in train_step" in survivor and "pipeline.py" in survivor, survivor
