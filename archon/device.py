@@ -31,7 +31,7 @@ def own_device(name: str | None = None) -> torch.device:
     if index >= count:
         raise ValueError(
             f"rank {index} of this machine needs an accelerator of its own, and there are {count}: use a layout of at "
-            f"most {count} ranks, or device='cpu'"
+            f"most {count} ranks"
         )
     torch.accelerator.set_device_index(index)
     return torch.device(device.type, index)

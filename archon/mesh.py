@@ -1,4 +1,4 @@
-"""Layout to device meshes and process groups. The only place that creates groups."""
+"""Layout to device meshes and process groups: the groups of a layout are created here and nowhere else."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Options:
             layer; a number n recomputes every n-th layer.
         ac_memory_budget: share of the activations that ``none`` would keep, from 0 to 1.
         compile: backend of ``torch.compile`` for each layer, or None.
-        deterministic: use deterministic algorithms only.
+        deterministic: use deterministic algorithms only, in the whole process.
         moe_router_bias_update_rate: step of the balance bias that is added to the router's scores for the choice of
             experts (arXiv 2408.15664); 0 has no bias. Exported folders hold it, in fp32, but neither transformers nor
             rollout engines read it for the families here: sampling needs router replay, or a model trained without it.

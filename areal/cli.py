@@ -132,9 +132,13 @@ def _exit_codes() -> Iterator[None]:
     except Exception as error:
         from areal.config import ConfigError
         from areal.datasets import DatasetError
+        from areal.launch.supervise import TrainingFailed
         from areal.models import ModelNotFound
         from areal.rollout.runlock import RunFolderInUse
 
+        if isinstance(error, TrainingFailed):
+            print(f"{error}\nthe same command resumes where the last checkpoint is", file=sys.stderr)
+            raise typer.Exit(1) from None
         if isinstance(error, ConfigError | DatasetError | ModelNotFound | RunFolderInUse):
             print(f"bad configuration\n{error}", file=sys.stderr)
             raise typer.Exit(2) from None

@@ -148,6 +148,7 @@ class ActorConfig(Section):
     """The model being trained, its optimizer, and the policy loss.
 
     ``backend``: the layout; with more than one rank the actor trains in as many processes of this machine.
+    ``request_timeout``: seconds that one call to them may take before it is ended with what each was doing.
     ``overlong_*`` lower the reward linearly, by at most ``overlong_penalty_factor``, over the last
     ``overlong_tokens`` of the completion budget. ``rejection_sampling: null`` keeps every token.
     """
@@ -181,6 +182,7 @@ class ActorConfig(Section):
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     entropy_coef: float = Field(0.0, ge=0)
     weight_update_mode: Literal["memory", "disk"] = "memory"
+    request_timeout: float = Field(3600.0, gt=0)
 
     @field_validator("backend")
     @classmethod

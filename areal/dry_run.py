@@ -87,7 +87,7 @@ def plan(config: Config, model: ModelConfig, dataset_rows: int, prompt_lengths: 
             dtype=actor.dtype,
             optimizer=actor.optimizer.type,
             tokens_per_mb=min(budget, tokens),
-            recompute=actor.gradient_checkpointing,
+            recompute=engine_options(actor).ac_mode == "full",
             kv_cache_tokens=rollout.kv_cache_tokens or max(positions, cached),
         ),
     )

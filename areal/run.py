@@ -19,6 +19,7 @@ from archon.losses import LossSpec
 from archon.models.config import ModelConfig
 from archon.optim import OptimizerConfig
 from archon.parallel.fit import LayoutMisfit, check_fit
+from archon.weights import WeightsError
 from areal.config import Config, ConfigError, load_config, load_object, resolved_yaml
 from areal.config_loader import blame
 from areal.datasets import Dataset, DatasetError, load
@@ -236,10 +237,19 @@ class Run:
             "init_from_scratch": init_from_scratch,
             "seed": self.config.seed,
         }
-        with blame("actor.path", actor.path, FileNotFoundError, ValueError):
+        with (
+            blame("actor.backend", actor.backend, ValueError),
+            blame("actor.path", actor.path, FileNotFoundError, WeightsError),
+        ):
             if actor.layout.world_size == 1:
                 return Engine.from_pretrained(folder, **arguments)
-            return LocalTrainer(folder, logs=self.folder / "logs", num_threads=self._trainer_threads, **arguments)
+            return LocalTrainer(
+                folder,
+                logs=self.folder / "logs",
+                num_threads=self._trainer_threads,
+                deadline=actor.request_timeout,
+                **arguments,
+            )
 
     def _warm_start(self) -> Path:
         """Train a throw-away engine on (prompt, answer) rows and export it; returns the folder."""

@@ -20,6 +20,7 @@ _MAY_CHANGE_ON_RESUME: dict[str, Any] = {
     "actor": {
         # Where and how it is computed; what is computed does not depend on it.
         "backend": True,
+        "request_timeout": True,
         "mb_spec": True,
         "gradient_checkpointing": True,
         "archon": set(ArchonConfig.model_fields) - {"moe_aux_loss_coeff", "moe_z_loss_coeff"},

@@ -60,8 +60,11 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, packing.cos, packing.sin), rotate(k, packing.cos, packing.sin)
-        heads = context_attention(q, k, v, packing.documents, self.ranks.context_groups)
-        return row_linear(self.o_proj, heads.flatten(1), self.ranks)
+        return row_linear(self.o_proj, self.attend(q, k, v, packing).flatten(1), self.ranks)
+
+    def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, packing: Packing) -> Tensor:
+        """``[T/c, H/t, d]``, over the documents of all context ranks."""
+        return context_attention(q_THd, k_TGd, v_TGd, packing.documents, self.ranks.context_groups)
 
     def _key_value(self, linear: ColumnLinear, x_TD: Tensor) -> Tensor:
         """Keys or values of the heads that this rank's queries read."""

@@ -82,7 +82,6 @@ class MoE(nn.Module):
         self.gate = Router(config.hidden_size, moe.num_experts, with_bias)
         self.experts = Experts(config.hidden_size, moe, ranks)
 
-    @torch.compiler.disable  # row counts depend on the data, and a graph would break or be compiled anew at each
     def forward(self, x_SD: Tensor, routing: Routing | None = None) -> Tensor:
         logits_SE = self.gate(x_SD)
         weights_SK, indices_SK = topk_gate(

@@ -154,7 +154,6 @@ def context_documents(cu_seqlens: Tensor, tokens: int, groups: ContextGroups) ->
     return RingDocuments.build(cu_seqlens, tokens, groups.ring_size, groups.ring_rank)
 
 
-@torch.compiler.disable  # the calls depend on the documents of the batch, and a graph would be compiled anew for each
 def context_attention(
     q_SHd: Tensor, k_SGd: Tensor, v_SGd: Tensor, documents: Documents | RingDocuments, groups: ContextGroups
 ) -> Tensor:

@@ -17,6 +17,7 @@ from archon.models.config import ModelConfig
 from archon.models.decoder import Decoder, Part
 from archon.optim import local_shard
 from archon.options import Options
+from archon.parallel.compiled import compile_layer
 from archon.parallel.data import shard_model
 from archon.parallel.pipeline import Pipeline, model_parts
 from archon.parallel.stages import rank_of_stage, stages_of_rank
@@ -59,8 +60,7 @@ class ShardedModel:
             distribute_parameters(model, self.config, self.ranks)
         if self.options.compile is not None:
             for layer in model.model.layers.values():
-                # The method and not the module, so that what fully_shard hooks onto the module stays outside the graph.
-                layer.forward = torch.compile(layer.forward, backend=self.options.compile)
+                compile_layer(layer, self.options.compile)
         shard_model(model, self.ranks, self.dtype, self.options)
         return model.to_empty(device="cpu" if self.options.offload_params else self.device)
 

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import get_schedule_class
 
 from archon import phase
 from archon.layout import Layout
@@ -113,52 +111,17 @@ class Pipeline:
         self.broken = False
 
     def _train_stages(self, batches: Sequence[MicroBatch], loss_of: LossOf) -> None:
-        # Shapes are those of this step, so stages and schedule are made anew; what is costly in them are the parts.
-        hidden = self._hidden_like(batches[0])
-        stages = [self._stage(stage, part, batches[0], hidden) for stage, part in self.parts.items()]
-        for stage in stages:
-            stage.has_backward = True
-            stage.clear_runtime_states()
-        schedule = get_schedule_class(self.schedule)(
-            stages[0] if self.schedule == "1F1B" else stages,
-            n_microbatches=len(batches),
-            loss_fn=lambda columns, batch: loss_of(batch, columns),
-            scale_grads=False,  # the loss is divided by a global count already
-        )
-        inputs = [(batch.input_ids,) if 0 in self.parts else () for batch in batches]
-        context = [{"micro_batch": batch, "number": number} for number, batch in enumerate(batches)]
-        schedule._step_microbatches(inputs, context, list(batches) if self.last else None, [] if self.last else None)
+        from archon.parallel.schedule import run_schedule  # loads torch's compiler, which one stage does without
 
-    def _stage(self, stage: int, part: Decoder, batch: MicroBatch, hidden: Tensor) -> PipelineStage:
-        columns = torch.empty(len(batch.head.outputs), batch.input_ids.shape[0], device=hidden.device)
-        return _Stage(
-            part,
-            stage,
-            self.total,
-            hidden.device,
-            input_args=batch.input_ids if stage == 0 else hidden.requires_grad_(),
-            output_args=(columns if stage == self.total - 1 else hidden).requires_grad_(),
+        run_schedule(
+            self.parts,
+            batches,
+            loss_of,
+            schedule=self.schedule,
+            total=self.total,
+            hidden=self._hidden_like(batches[0]),
             group=self.ranks.pipeline,
         )
-
-
-class _Stage(PipelineStage):
-    """A stage that also gives its part what the micro-batch is: borders, positions, what to predict.
-
-    Phases are entered and not left, so that a wait for a neighbour is told by the micro-batch before it.
-    """
-
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        phase.set("forward", kwargs["number"])
-        return run_part(self.submod, kwargs["micro_batch"], *args)
-
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        phase.set("backward", bwd_chunk_id)
-        return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        phase.set("backward of weights", bwd_chunk_id)
-        return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
 def run_part(part: nn.Module, batch: MicroBatch, x: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from archon.losses import LossSpec, TokenOutputs
 from archon.models.config import ModelConfig
 from archon.options import Options
 from archon.parallel.fit import check_fit
+from archon.weights import WeightsError
 from areal.launch.supervise import CLOSE_SECONDS, Member, Team, TrainingFailed
 from areal.launch.wire import Channel, Message, encode_batch
 
@@ -84,7 +85,8 @@ class LocalTrainer:
         self.deadline = deadline
         self._turn = threading.Lock()
         self._stream: object | None = None
-        self._scratch = tempfile.TemporaryDirectory(prefix="trainer_")
+        Path(logs).mkdir(parents=True, exist_ok=True)
+        self._scratch = tempfile.TemporaryDirectory(prefix=".trainer_", dir=logs)
         device = arguments.pop("device", None)
         start = {
             "engine": engine,
@@ -101,7 +103,7 @@ class LocalTrainer:
         except BaseException as error:
             self.close()
             if isinstance(error, TrainingFailed):
-                for kind in (FileNotFoundError, ValueError):
+                for kind in (FileNotFoundError, WeightsError, ValueError):
                     if kind.__name__ in error.types:
                         raise kind(error.reason) from error
             raise

@@ -138,3 +138,10 @@ def test_kernels_is_no_package() -> None:
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd="/", timeout=60)
     assert done.returncode == 0, done.stderr
     assert str(ROOT) not in done.stdout
+
+
+def test_importing_archon_leaves_torchs_compiler_alone() -> None:
+    """It takes a second to load, and only ``Options.compile`` and pipelines need it."""
+    script = "import sys, archon; print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["False"]
