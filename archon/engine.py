@@ -292,8 +292,9 @@ class Engine:
             self.model.share_embedding_gradient()
             norm = gradient_norm((parameter for _, parameter in self.model.named_parameters()), self.ranks.host)
         if not torch.isfinite(norm):
-            named = ", ".join(nonfinite_gradients(self.model.named_parameters())[:4])
-            report.skip(f"gradient of {named or 'another process, or the norm of all,'} is not finite")
+            elsewhere = "another process" if self.ranks.host is not None else "all parameters together"
+            named = ", ".join(nonfinite_gradients(self.model.named_parameters())[:4]) or elsewhere
+            report.skip(f"gradient of {named} is not finite")
             return False
         with phase.of("optimizer"):
             if self.optimizer_config.gradient_clipping > 0:

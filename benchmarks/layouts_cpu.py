@@ -155,16 +155,21 @@ def run(contender: str, python: str, settings: dict[str, Any], world: int, secon
     command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}
     command += [str(HERE / script[0]), *script[1:], json.dumps(settings)]
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return {"failure": f"not done in {seconds:g} s"}
-    for line in reversed(done.stdout.splitlines()):
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as launcher:
+        try:
+            output, errors = launcher.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return {"failure": f"not done in {seconds:g} s"}
+        finally:
+            launcher.terminate()  # it ends its ranks; nothing happens if it has ended
+    for line in reversed(output.splitlines()):
         if line.startswith('{"seconds"'):
             found: dict[str, Any] = json.loads(line)
             return found
-    errors = [line for line in done.stderr.splitlines() if "Error" in line]
-    return {"failure": errors[0] if errors else f"exit code {done.returncode}"}
+    named = [line for line in errors.splitlines() if "Error" in line]
+    return {"failure": named[0] if named else f"exit code {launcher.returncode}"}
 
 
 def contenders(case: Case, dtype: str, torchtitan: str | None) -> dict[str, str]:
@@ -240,6 +245,7 @@ def compare(args: argparse.Namespace, folder: Path) -> Results:
             for contender, python in order if round_ % 2 == 0 else reversed(order):
                 found = run(contender, python, settings, case.world, args.deadline)
                 results.add(f"{case.name} {dtype} {contender}", found, args.tokens)
+                print(f"{case.name} {dtype} {contender}: {found}", file=sys.stderr)
     return results
 
 
