@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch.distributed as dist
 from rank_pool import RankPool
 
 
@@ -10,3 +13,11 @@ from rank_pool import RankPool
 def ranks() -> RankPool:
     """``ranks.run(function, world_size, *args)``: what each rank of a gloo group returned."""
     return RankPool()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_process_group_stays() -> Iterator[None]:
+    """An engine makes the default group where there is none; the next file starts without one again."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
