@@ -16,8 +16,8 @@ _FP32 = 4
 COMPUTE_BYTES = {"float32": 4, "bfloat16": 2}
 _OPTIMIZER_STATES = {"adam": 2, "sgd": 0, None: 0}
 """fp32 numbers that the optimizer keeps for each parameter."""
-_TILES_IN_BACKWARD = 3
-"""Logit tiles alive at once in the backward of the LM head: scores, probabilities, gradient."""
+_TILES_IN_BACKWARD = 4
+"""Logit tiles alive at once in the backward of the LM head: forward's last, scores, probabilities, gradient."""
 
 
 @dataclass(frozen=True)

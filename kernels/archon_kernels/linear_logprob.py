@@ -27,9 +27,10 @@ def linear_logprob(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each row's target, and entropy, under ``softmax(hidden @ weight.T / temperature)``.
 
-    The logits exist one tile of rows at a time, in forward and again in backward. The matrix products run in the dtype
-    of ``hidden``; softmax, log-sum-exp, entropy and their derivatives run in fp32. The gradient of ``weight`` is summed
-    over tiles in fp32 and rounded once, to the dtype of ``weight``. Inputs in fp64 are computed in fp64.
+    The logits exist one tile of rows at a time, in forward and again in backward; forward's last tile is kept for it.
+    The matrix products run in the dtype of ``hidden``; softmax, log-sum-exp, entropy and their derivatives run in fp32.
+    The gradient of ``weight`` is summed over tiles in fp32 and rounded once, to the dtype of ``weight``. Inputs in fp64
+    are computed in fp64.
 
     With ``group`` the vocabulary is split over its ranks: each holds consecutive rows of ``weight`` (as many as it
     likes) and passes the same ``hidden``, ``targets`` and ``temperature``. The results are those of the whole
@@ -100,12 +101,15 @@ class _LinearLogprob(torch.autograd.Function):
             sums[1, rows] = scores.gather(-1, index[rows, None]).squeeze(-1) * owned[rows]
             if with_entropy:
                 sums[2, rows] = p.mul_(scores).sum(-1)
+        own_peak = peak
         if group is not None:
             peak = _sum_over_shards(sums, peak, owned, group)
         total, target, weighted = sums
         log_total = total.log()
         logsumexp, logprobs, entropy = peak + log_total, target - log_total, log_total - weighted / total
-        ctx.save_for_backward(hidden_MD, weight_VD, index, owned, temperature, logsumexp, entropy)
+        # The last tile is there already: backward computes the others again, and takes this one.
+        last_tile, down = buffers[0], own_peak - logsumexp
+        ctx.save_for_backward(hidden_MD, weight_VD, index, owned, temperature, logsumexp, entropy, last_tile, down)
         ctx.tile = tile
         ctx.set_materialize_grads(False)
         return logprobs, entropy if with_entropy else None
@@ -113,15 +117,19 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_logprobs, grad_entropy = grads
-        hidden_MD, weight_VD, index, owned, temperature, logsumexp, entropy = ctx.saved_tensors
+        hidden_MD, weight_VD, index, owned, temperature, logsumexp, entropy, last_tile, down = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden_MD) if need_hidden else None
         grad_weight = torch.zeros_like(weight_VD, dtype=logsumexp.dtype) if need_weight else None
         buffers = _tile_buffers(ctx.tile, weight_VD, logsumexp.dtype)
         for rows in _tiles(weight_VD, index.shape[0], ctx.tile):
             log_p, p = (buffer[: rows.stop - rows.start] for buffer in buffers)
-            _scores(hidden_MD, weight_VD, temperature, rows, out=log_p)
-            torch.exp(log_p.sub_(logsumexp[rows, None]), out=p)
+            if rows.stop == index.shape[0]:
+                torch.add(last_tile[: rows.stop - rows.start], down[rows, None], out=log_p)
+            else:
+                _scores(hidden_MD, weight_VD, temperature, rows, out=log_p)
+                log_p.sub_(logsumexp[rows, None])
+            torch.exp(log_p, out=p)
             # d logprob = onehot - p;  d entropy = -p (log p + entropy)
             pull = torch.zeros_like(logsumexp[rows, None])
             if grad_entropy is not None:
