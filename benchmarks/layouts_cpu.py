@@ -203,6 +203,8 @@ class Results:
     """Of each step, over all ranks."""
     first_losses: dict[str, float] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
+    torchtitan_versions: dict[str, str] = field(default_factory=dict)
+    """Of the environment that torchtitan ran in."""
 
     def add(self, name: str, found: dict[str, Any], tokens: int) -> None:
         if "failure" in found:
@@ -211,6 +213,7 @@ class Results:
         self.samples.setdefault(name, []).extend(tokens / seconds for seconds in found["seconds"])
         self.processor_seconds.setdefault(name, []).extend(found["processor_seconds"])
         self.first_losses[name] = found["loss"]
+        self.torchtitan_versions.update(found.get("versions", {}))
 
     def against_ours(self, values: dict[str, list[float]]) -> dict[str, float]:
         """Ours ÷ theirs, of medians."""
@@ -282,6 +285,7 @@ def main() -> None:
         processor_ratios={name: 1 / ratio for name, ratio in results.against_ours(results.processor_seconds).items()},
         first_losses=results.first_losses,
         failures=results.failures,
+        torchtitan_versions=results.torchtitan_versions,
     )
     for name, values in results.samples.items():
         ratio = f"ours ÷ theirs {ratios[name]:.2f}" if name in ratios else ""

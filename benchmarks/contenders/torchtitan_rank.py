@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -146,7 +147,8 @@ def main() -> None:
     used_by_all = torch.tensor(processor)
     dist.all_reduce(used_by_all)
     if dist.get_rank() == 0:
-        print(json.dumps({"seconds": seconds, "processor_seconds": used_by_all.tolist(), "loss": first}), flush=True)
+        found = {"seconds": seconds, "processor_seconds": used_by_all.tolist(), "loss": first}
+        print(json.dumps({**found, "versions": {name: version(name) for name in ("torch", "torchtitan")}}), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
