@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -78,17 +78,22 @@ class Options:
             type(self.selective_ac_option) is int and self.selective_ac_option >= 1
         ):
             raise ValueError(f"selective_ac_option is {self.selective_ac_option!r}; it is 'op' or a number of layers")
-        if not 0 <= self.ac_memory_budget <= 1:
-            raise ValueError(f"ac_memory_budget is {self.ac_memory_budget}; it is a share from 0 to 1")
+        if not _within(self.ac_memory_budget, 1):
+            raise ValueError(f"ac_memory_budget is {self.ac_memory_budget!r}; it is a share from 0 to 1")
         for name, least in _LEAST_LAYERS.items():
             value = getattr(self, name)
             if not ((type(value) is int and value >= least) or (value is None and name == "pp_layers_per_stage")):
                 raise ValueError(f"{name} is {value!r}; it is a number of layers from {least}")
         for name in ("moe_router_bias_update_rate", "moe_aux_loss_coeff", "moe_z_loss_coeff"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}; it is 0 or above")
+            if not _within(getattr(self, name), sys.float_info.max):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it is 0 or above")
         for name in ("offload_params", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it is True or False")
         if not (self.compile is None or isinstance(self.compile, str)):
             raise ValueError(f"compile is {self.compile!r}; it names a backend of torch.compile, such as 'inductor'")
+
+
+def _within(value: object, most: float) -> bool:
+    """Whether a value is a number from 0 to ``most``; NaN is not."""
+    return type(value) in (int, float) and 0 <= value <= most  # type: ignore[operator]

@@ -27,8 +27,11 @@ class StepReport:
         """The share of one micro-batch in the loss, and its metrics as (sum, count)."""
         self.loss += loss
         for name, (value, count) in metrics.items():
-            total, number = self.sums.get(name, (0.0, 0.0))
-            self.sums[name] = (total + float(value), number + float(count))
+            self._add(name, float(value), float(count))
+
+    def _add(self, name: str, value: float, count: float) -> None:
+        total, number = self.sums.get(name, (0.0, 0.0))
+        self.sums[name] = (total + value, number + count)
 
     def update(self, norm: float) -> None:
         """An optimizer update was made from everything added since the last."""
@@ -49,8 +52,7 @@ class StepReport:
         self.sums, self.losses = {}, [sum(losses) for losses in zip(*(losses for _, losses in everyone), strict=True)]
         for sums, _ in everyone:
             for name, (value, count) in sums.items():
-                total, number = self.sums.get(name, (0.0, 0.0))
-                self.sums[name] = (total + value, number + count)
+                self._add(name, value, count)
 
     def metrics(self) -> dict[str, float]:
         means = {name: total / number for name, (total, number) in self.sums.items() if number}

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import _functional_collectives as functional
 
 from archon.options import ContextMode
+from archon.parallel.collectives import exchange_rows
 from archon_kernels.attention import Documents, block_attention, block_attention_backward, packed_attention
 
 
@@ -203,19 +203,19 @@ def _deal_heads(q_SHd: Tensor, k_SGd: Tensor, v_SGd: Tensor, group: dist.Process
     repeats = per_kv_head // math.gcd(per_kv_head, heads // size)
     k_SGd, v_SGd = (x if repeats == 1 else x.repeat_interleave(repeats, dim=1) for x in (k_SGd, v_SGd))
     parts = [x.unflatten(1, (size, -1)) for x in (q_SHd, k_SGd, v_SGd)]
-    rows = _all_to_all(torch.cat(parts, dim=2).transpose(0, 1), group).flatten(0, 1)
+    rows = _exchange(torch.cat(parts, dim=2).transpose(0, 1), group).flatten(0, 1)
     return rows.split([part.shape[2] for part in parts], dim=1)
 
 
 def _collect_heads(x_Thd: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All heads of this rank's tokens, for some heads of all the group's: ``[u * S, H / u, d] -> [S, H, d]``."""
-    return _all_to_all(x_Thd.unflatten(0, (group.size(), -1)), group).transpose(0, 1).flatten(1, 2)
+    return _exchange(x_Thd.unflatten(0, (group.size(), -1)), group).transpose(0, 1).flatten(1, 2)
 
 
-def _all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``out[i]`` is what rank i had at ``x[this rank]``. Differentiable."""
-    rows = functional.all_to_all_single_autograd(x.flatten(0, 1).contiguous(), None, None, group)
-    return functional.wait_tensor(rows).view(x.shape)
+    each = [1] * group.size()
+    return exchange_rows(x, each, each, group)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -268,7 +268,7 @@ def _from_rank_before(x: Tensor, distance: int, group: dist.ProcessGroup) -> Ten
     sent, received = (
         [x.shape[0] if i == peer % size else 0 for i in range(size)] for peer in (rank + distance, rank - distance)
     )
-    return functional.wait_tensor(functional.all_to_all_single(x, received, sent, group))
+    return exchange_rows(x, received, sent, group)
 
 
 def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:

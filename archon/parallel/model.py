@@ -20,7 +20,7 @@ from archon.options import Options
 from archon.parallel.compiled import compile_layer
 from archon.parallel.data import shard_model
 from archon.parallel.pipeline import Pipeline, model_parts
-from archon.parallel.stages import rank_of_stage, stages_of_rank
+from archon.parallel.stages import stages_of_rank
 from archon.parallel.tensor import distribute_parameters
 
 _FIRST = Coordinates(0, 0, 0, 0, 0)
@@ -52,7 +52,7 @@ class ShardedModel:
         self._split = model_parts(config, ranks.layout, options)
         mine = stages_of_rank(options.pp_schedule, ranks.place.pipeline, ranks.layout.pipeline, len(self._split))
         self.parts = {stage: self._build(self._split[stage]) for stage in mine}
-        self.pipeline = Pipeline(self.parts, ranks, options, dtype)
+        self.pipeline = Pipeline(self.parts, len(self._split), ranks, options, dtype)
 
     def _build(self, part: Part) -> Decoder:
         with torch.device("meta"):
@@ -95,7 +95,10 @@ class ShardedModel:
             return
         group = self.ranks.tied_embedding
         held = [part.model.embed_tokens.weight for part in self.parts.values() if hasattr(part.model, "embed_tokens")]
-        gradients = [local_shard(weight.grad) for weight in held if weight.grad is not None]
+        gradients = []
+        for weight in held:
+            assert weight.grad is not None  # a rank that had none would leave the others waiting
+            gradients.append(local_shard(weight.grad))
         if group is not None and gradients:
             total = gradients[0].to(self.device)  # offloaded gradients are on the host
             dist.all_reduce(total, group=group)
@@ -143,13 +146,11 @@ class ShardedModel:
 
     def _holders(self) -> dict[str, int]:
         """By name in memory, the rank of this copy's pipeline that holds the tensor."""
-        layout, place = self.ranks.layout, self.ranks.place
         last = len(self._split) - 1
         stage_of = {layer: stage for stage, part in enumerate(self._split) for layer in part.layers}
         holders = {}
         for name, _ in weights.stored_tensors(self.whole):
             layer = weights.layer_of(name)
             stage = stage_of[layer] if layer is not None else 0 if name == weights.EMBEDDING else last
-            where = rank_of_stage(self.options.pp_schedule, stage, layout.pipeline)
-            holders[name] = layout.rank(place._replace(pipeline=where))
+            holders[name] = self.pipeline.rank_of(stage)
         return holders

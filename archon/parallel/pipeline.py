@@ -38,17 +38,19 @@ class Pipeline:
 
     Args:
         parts: by stage.
+        total: stages of the whole pipeline.
         ranks: the place of this process.
         options: the schedule.
         dtype: of the hidden states between stages.
     """
 
-    def __init__(self, parts: dict[int, Decoder], ranks: Ranks, options: Options, dtype: torch.dtype) -> None:
-        self.parts, self.ranks, self.dtype = parts, ranks, dtype
+    def __init__(
+        self, parts: dict[int, Decoder], total: int, ranks: Ranks, options: Options, dtype: torch.dtype
+    ) -> None:
+        self.parts, self.total, self.ranks, self.dtype = parts, total, ranks, dtype
         self.config = next(iter(parts.values())).config
         self.schedule = options.pp_schedule
         self.broken = False
-        self.total = num_stages(ranks.layout, self.config.num_hidden_layers, options)
 
     @property
     def last(self) -> bool:
@@ -69,7 +71,7 @@ class Pipeline:
                     out = run_part(part, batch, x)
                     if stage == self.total - 1:
                         yield out
-                    elif (peer := self._rank_of(stage + 1)) == self.ranks.rank:
+                    elif (peer := self.rank_of(stage + 1)) == self.ranks.rank:
                         hidden[number] = out
                     else:
                         waiting.append(dist.isend(out.contiguous(), peer, group=self.ranks.pipeline))
@@ -82,14 +84,14 @@ class Pipeline:
         if kept is not None:
             return kept
         hidden = self._hidden_like(batch)
-        dist.recv(hidden, self._rank_of(stage - 1), group=self.ranks.pipeline)
+        dist.recv(hidden, self.rank_of(stage - 1), group=self.ranks.pipeline)
         return hidden
 
     def _hidden_like(self, batch: MicroBatch) -> Tensor:
         rows = batch.input_ids.shape[0] // self.ranks.layout.tensor
         return torch.empty(rows, self.config.hidden_size, dtype=self.dtype, device=batch.input_ids.device)
 
-    def _rank_of(self, stage: int) -> int:
+    def rank_of(self, stage: int) -> int:
         """Rank, in the whole job, that holds a stage of this process's copy of the model."""
         where = rank_of_stage(self.schedule, stage, self.ranks.layout.pipeline)
         return self.ranks.layout.rank(self.ranks.place._replace(pipeline=where))

@@ -87,13 +87,7 @@ def distribute_parameters(model: nn.Module, config: ModelConfig, ranks: Ranks) -
 @torch.no_grad()
 def assign(parameter: Tensor, whole: Tensor) -> None:
     """Copy this rank's piece of ``whole`` (any dtype and device) into a parameter. No communication."""
-    if not isinstance(parameter, DTensor):
-        parameter.copy_(whole.view(parameter.shape))
-        return
-    piece = distribute_tensor(
-        whole.detach().view(parameter.shape), parameter.device_mesh, parameter.placements, src_data_rank=None
-    )
-    parameter.to_local().copy_(piece.to_local())
+    assign_block(parameter, whole.view(parameter.shape), [0] * parameter.ndim)
 
 
 @torch.no_grad()

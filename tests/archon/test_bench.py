@@ -109,9 +109,9 @@ def test_options_are_read_as_they_are_written() -> None:
     [
         ("pp_scedule=1F1B", "the names are context, pp_schedule"),
         ("deterministic", "write NAME=VALUE"),
-        ("deterministic=yes", "takes true or false"),
-        ("ac_memory_budget=half", "takes a number"),
-        ("pp_first_stage_less_layers=0.5", "takes a whole number"),
+        ("deterministic=yes", "it is True or False"),
+        ("ac_memory_budget=half", "it is a share from 0 to 1"),
+        ("pp_first_stage_less_layers=0.5", "it is a number of layers from 0"),
         ("pp_layers_per_stage=two", "pp_layers_per_stage"),
         ("context=rings", "it is one of ulysses, ring"),
     ],
