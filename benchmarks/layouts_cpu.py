@@ -86,6 +86,7 @@ def archon_step(settings: dict[str, Any]) -> Callable[[], float]:
         optimizer=archon.OptimizerConfig(lr=1e-5),
         max_tokens_per_mb=ids.numel(),
         init_from_scratch=True,
+        seed=settings["seed"],
     )
     batch = archon.PackedBatch(ids, torch.arange(0, ids.numel() + 1, sequence))
     loss = archon.LossSpec("archon.losses.SupervisedLoss")
@@ -100,7 +101,7 @@ def transformers_step(settings: dict[str, Any]) -> Callable[[], float]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     dist.init_process_group("gloo")
-    torch.manual_seed(0)
+    torch.manual_seed(settings["seed"])
     options = {"experts_implementation": "grouped_mm"} if "num_experts" in settings["shape"] else {}
     config = AutoConfig.from_pretrained(settings["folder"])
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
@@ -243,6 +244,7 @@ def compare(args: argparse.Namespace, folder: Path) -> Results:
                 "sequence": args.sequence,
                 "sequences": args.tokens // args.sequence,
                 "steps": args.steps,
+                "seed": round_,  # of the weights: how evenly routers load the experts is luck, which rounds average
             }
             order = list(contenders(case, dtype, args.torchtitan_python).items())
             for contender, python in order if round_ % 2 == 0 else reversed(order):

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from archon.layout import Layout
@@ -31,22 +32,25 @@ def shard_model(model: Decoder, ranks: Ranks, dtype: torch.dtype, options: Optio
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,
         ),
-        "reshard_after_forward": _reshards(ranks, options),
     }
+    reshards = _reshards(ranks, options)
     if options.offload_params:
         arguments["offload_policy"] = CPUOffloadPolicy()
     for layer in model.model.layers.values():
         if ranks.expert_shards is not None and isinstance(layer.mlp, MoE):
             where = partial(_expert_sharding, layer.mlp.experts, ranks.layout)
-            fully_shard(layer.mlp.experts, mesh=ranks.expert_shards, shard_placement_fn=where, **arguments)
-        fully_shard(layer, mesh=ranks.shards, **arguments)
-    fully_shard(model, mesh=ranks.shards, **arguments)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # The engine divides the loss by a count over all ranks, so gradients are summed. Dividing by 1 and asking
-            # for a sum says so at every mesh size.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+            _shard(layer.mlp.experts, ranks.expert_shards, reshards, shard_placement_fn=where, **arguments)
+        _shard(layer, ranks.shards, reshards, **arguments)
+    # The head is used at the end of forward and at the start of backward: freeing it in between saves nothing.
+    _shard(model, ranks.shards, options.reshard_after_forward == "always", **arguments)
+
+
+def _shard(module: nn.Module, mesh: DeviceMesh | None, reshards: bool, **arguments: Any) -> None:
+    sharded = fully_shard(module, mesh=mesh, reshard_after_forward=reshards, **arguments)
+    # The engine divides the loss by a count over all ranks, so gradients are summed.
+    sharded.set_force_sum_reduction_for_comms(True)
+    if mesh is not None and mesh.size() > 1:  # over one rank torch divides by 1 itself, or copies to divide by ours
+        sharded.set_gradient_divide_factor(1.0)
 
 
 def _reshards(ranks: Ranks, options: Options) -> bool:

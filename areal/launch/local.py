@@ -33,6 +33,8 @@ from areal.launch.wire import Channel, Message, encode_batch
 logger = logging.getLogger(__name__)
 
 ENGINE = "archon.engine:Engine.from_pretrained"
+FAILURE_SECONDS = 60.0
+"""A call whose processes were killed has noticed, told what each of them did, and ended well before."""
 
 
 class LocalTrainer:
@@ -153,11 +155,12 @@ class LocalTrainer:
 
     def close(self) -> None:
         """End the processes; a call of another thread that still runs fails. Idempotent."""
-        if not (mine := self._turn.acquire(timeout=CLOSE_SECONDS)):
+        if not self._turn.acquire(timeout=CLOSE_SECONDS):
             logger.warning("training is closed in the middle of a call of another thread")
             for member in self._team.members:
                 member.kill()
-            mine = self._turn.acquire(timeout=CLOSE_SECONDS)
+            if not self._turn.acquire(timeout=FAILURE_SECONDS):
+                return  # that call frees the rest when it ends
         try:
             if self._team.failure is None:
                 self._team.failure = TrainingFailed("the trainer was closed")
@@ -165,8 +168,7 @@ class LocalTrainer:
                     self._dismiss()
             self._team.end()
         finally:
-            if mine:
-                self._turn.release()
+            self._turn.release()
         self._scratch.cleanup()
 
     def _dismiss(self) -> None:

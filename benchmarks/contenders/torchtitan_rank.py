@@ -91,7 +91,7 @@ def main() -> None:
     dims.build_mesh()
     dist_utils.set_spmd_backend(parallelism.spmd_backend)
     spec.model.update_from_config(config=config)
-    torch.manual_seed(0)
+    torch.manual_seed(settings["seed"])
     with torch.device("meta"):
         model = spec.model.build()
     model = spec.parallelize_fn(

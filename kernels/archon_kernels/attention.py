@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from archon_kernels.dispatch import choose
 
 _LONG = 256
-"""Tokens from which a document is worth a call of its own; shorter ones of similar length share one."""
+"""Tokens from which a document only shares a call with equally long neighbours; shorter ones of similar length do."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,11 +55,11 @@ class Documents:
 
 
 def _buckets(lengths: list[int]) -> tuple[tuple[int, int], ...]:
-    """Group ascending short lengths so that filler stays below a quarter (or four tokens); long ones stand alone."""
+    """Group ascending short lengths so that filler stays below a quarter (or four tokens), and long ones if equal."""
     buckets: list[tuple[int, int]] = []
     limit = 0
     for length in lengths:
-        if length >= _LONG or length > limit:
+        if length > limit or (length >= _LONG and length != buckets[-1][1]):
             buckets.append((1, length))
             limit = length + max(4, length // 4)
         else:

@@ -100,7 +100,7 @@ class _LinearLogprob(torch.autograd.Function):
             sums[0, rows] = p.sum(-1)
             sums[1, rows] = scores.gather(-1, index[rows, None]).squeeze(-1) * owned[rows]
             if with_entropy:
-                sums[2, rows] = p.mul_(scores).sum(-1)
+                sums[2, rows] = scores.mul_(p).sum(-1)
         own_peak = peak
         if group is not None:
             peak = _sum_over_shards(sums, peak, owned, group)
@@ -108,8 +108,8 @@ class _LinearLogprob(torch.autograd.Function):
         log_total = total.log()
         logsumexp, logprobs, entropy = peak + log_total, target - log_total, log_total - weighted / total
         # The last tile is there already: backward computes the others again, and takes this one.
-        last_tile, down = buffers[0], own_peak - logsumexp
-        ctx.save_for_backward(hidden_MD, weight_VD, index, owned, temperature, logsumexp, entropy, last_tile, down)
+        last_tile, share = buffers[1], (own_peak - logsumexp).exp()
+        ctx.save_for_backward(hidden_MD, weight_VD, index, owned, temperature, logsumexp, entropy, last_tile, share)
         ctx.tile = tile
         ctx.set_materialize_grads(False)
         return logprobs, entropy if with_entropy else None
@@ -117,36 +117,44 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_logprobs, grad_entropy = grads
-        hidden_MD, weight_VD, index, owned, temperature, logsumexp, entropy, last_tile, down = ctx.saved_tensors
+        hidden_MD, weight_VD, index, owned, temperature, logsumexp, entropy, last_tile, share = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
+        tiles = _tiles(weight_VD, index.shape[0], ctx.tile)
         grad_hidden = torch.zeros_like(hidden_MD) if need_hidden else None
-        grad_weight = torch.zeros_like(weight_VD, dtype=logsumexp.dtype) if need_weight else None
+        wide = weight_VD.dtype if len(tiles) == 1 else logsumexp.dtype
+        grad_weight = torch.zeros_like(weight_VD, dtype=wide) if need_weight and len(tiles) != 1 else None
+        # d logprob = onehot - p;  d entropy = -p (log p + entropy);  each of a score that was divided by temperature
+        pull, pull_entropy = torch.zeros_like(logsumexp), None
+        if grad_logprobs is not None:
+            pull = grad_logprobs if temperature is None else grad_logprobs / temperature
+        chosen = pull * owned
+        if grad_entropy is not None:
+            pull_entropy = grad_entropy if temperature is None else grad_entropy / temperature
+            pull = pull + pull_entropy * entropy
         buffers = _tile_buffers(ctx.tile, weight_VD, logsumexp.dtype)
-        for rows in _tiles(weight_VD, index.shape[0], ctx.tile):
-            log_p, p = (buffer[: rows.stop - rows.start] for buffer in buffers)
-            if rows.stop == index.shape[0]:
-                torch.add(last_tile[: rows.stop - rows.start], down[rows, None], out=log_p)
+        for rows in tiles:
+            p, grad_scores = (buffer[: rows.stop - rows.start] for buffer in buffers)
+            down = -pull[rows]
+            if rows.stop == index.shape[0]:  # not yet divided by the sum over the vocabulary
+                p, scale = last_tile[: rows.stop - rows.start], share[rows]
+                torch.mul(p, (down * scale)[:, None], out=grad_scores)
+                p = p * scale[:, None] if pull_entropy is not None else p
             else:
-                _scores(hidden_MD, weight_VD, temperature, rows, out=log_p)
-                log_p.sub_(logsumexp[rows, None])
-            torch.exp(log_p, out=p)
-            # d logprob = onehot - p;  d entropy = -p (log p + entropy)
-            pull = torch.zeros_like(logsumexp[rows, None])
-            if grad_entropy is not None:
-                pull = log_p.add_(entropy[rows, None]).mul_(grad_entropy[rows, None])
-            if grad_logprobs is not None:
-                pull = pull.add_(grad_logprobs[rows, None])
-            grad_scores = p.mul_(pull).neg_()
-            if grad_logprobs is not None:
-                grad_scores.scatter_add_(-1, index[rows, None], (grad_logprobs[rows] * owned[rows])[:, None])
-            if temperature is not None:
-                grad_scores.div_(temperature[rows, None])
+                _scores(hidden_MD, weight_VD, temperature, rows, out=p)
+                torch.mul(p.sub_(logsumexp[rows, None]).exp_(), down[:, None], out=grad_scores)
+            if pull_entropy is not None:
+                grad_scores.sub_(p.xlogy_(p).mul_(pull_entropy[rows, None]))
+            grad_scores.scatter_add_(-1, index[rows, None], chosen[rows, None])
             grad_logits = grad_scores.to(hidden_MD.dtype)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight_VD, out=grad_hidden[rows])
-            if grad_weight is not None and grad_weight.dtype == grad_logits.dtype:
+            if not need_weight:
+                continue
+            if grad_weight is None:
+                grad_weight = grad_logits.t() @ hidden_MD[rows]
+            elif grad_weight.dtype == grad_logits.dtype:
                 grad_weight.addmm_(grad_logits.t(), hidden_MD[rows])
-            elif grad_weight is not None:
+            else:
                 grad_weight += grad_logits.t() @ hidden_MD[rows]
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight_VD.dtype), *[None] * 6
 

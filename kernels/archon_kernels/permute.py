@@ -73,8 +73,9 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (grad_ND,) = grads
-        grad_TKD = grad_ND.index_select(0, ctx.order.position).unflatten(0, (-1, ctx.order.top_k))
-        return grad_TKD.sum(1), None
+        grad_ND = grad_ND.index_select(0, ctx.order.position)
+        top_k = ctx.order.top_k
+        return grad_ND if top_k == 1 else grad_ND.unflatten(0, (-1, top_k)).sum(1), None
 
 
 class _Combine(torch.autograd.Function):
