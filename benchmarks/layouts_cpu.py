@@ -18,7 +18,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
@@ -128,28 +127,6 @@ def transformers_step(settings: dict[str, Any]) -> Callable[[], float]:
     return step
 
 
-def measure(contender: str, settings: dict[str, Any]) -> None:
-    """One rank: seconds of each step after one to warm up, and the loss of that one. Rank 0 prints its
-    own, and the processor time of a step over all ranks, which other work on the machine does not lengthen.
-    """
-    import torch
-    import torch.distributed as dist
-
-    step = {"archon": archon_step, "transformers": transformers_step}[contender](settings)
-    first, seconds, processor = step(), [], []
-    for _ in range(settings["steps"]):
-        start, used = time.perf_counter(), time.process_time()
-        step()
-        seconds.append(time.perf_counter() - start)
-        processor.append(time.process_time() - used)
-    used_by_all = torch.tensor(processor)
-    dist.all_reduce(used_by_all)
-    if dist.get_rank() == 0:
-        print(json.dumps({"seconds": seconds, "processor_seconds": used_by_all.tolist(), "loss": first}), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def run(contender: str, python: str, settings: dict[str, Any], world: int, seconds: float) -> dict[str, Any]:
     """Run a contender in fresh processes: what its rank 0 printed, or ``failure`` with its last words."""
     script = ["contenders/torchtitan_rank.py"] if contender == "torchtitan" else ["layouts_cpu.py", "--rank", contender]
@@ -255,6 +232,7 @@ def compare(args: argparse.Namespace, folder: Path) -> Results:
 
 
 def main() -> None:
+    from contenders.steps import measure
     from report import argument_parser, write_report
 
     parser = argument_parser(__doc__.partition("\n")[0] if __doc__ else None)
@@ -267,7 +245,8 @@ def main() -> None:
     parser.add_argument("--rank", nargs=2, metavar=("CONTENDER", "SETTINGS"), help="be one rank of a contender")
     args = parser.parse_args()
     if args.rank:
-        measure(args.rank[0], json.loads(args.rank[1]))
+        contender, settings = args.rank[0], json.loads(args.rank[1])
+        measure({"archon": archon_step, "transformers": transformers_step}[contender](settings), settings["steps"])
         return
     if args.tokens % (2 * args.sequence):
         parser.error(f"--tokens {args.tokens} is no even number of sequences of {args.sequence}")

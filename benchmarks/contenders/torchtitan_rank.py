@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
@@ -24,6 +23,7 @@ from torch.nn.attention import SDPBackend
 torch._utils._get_available_device_type = lambda: "cpu"  # what torchtitan asks for the device, at its import
 
 import torchtitan.models.qwen3 as qwen3
+from steps import measure
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.config.configs import ParallelismConfig, TrainingConfig
@@ -138,19 +138,7 @@ def main() -> None:
             dist.all_reduce(value, group=dims.get_mesh("batch").get_group())
         return float(value)
 
-    first, seconds, processor = step(), [], []
-    for _ in range(settings["steps"]):
-        start, used = time.perf_counter(), time.process_time()
-        step()
-        seconds.append(time.perf_counter() - start)
-        processor.append(time.process_time() - used)
-    used_by_all = torch.tensor(processor)
-    dist.all_reduce(used_by_all)
-    if dist.get_rank() == 0:
-        found = {"seconds": seconds, "processor_seconds": used_by_all.tolist(), "loss": first}
-        print(json.dumps({**found, "versions": {name: version(name) for name in ("torch", "torchtitan")}}), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    measure(step, settings["steps"], versions={name: version(name) for name in ("torch", "torchtitan")})
 
 
 if __name__ == "__main__":
