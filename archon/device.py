@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import sys
 
 import torch
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
 
@@ -64,16 +62,3 @@ def peak_memory_bytes(device: torch.device) -> int:
         return int(torch.accelerator.max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def reuse_freed_memory() -> bool:
-    """Let glibc keep what this process frees instead of returning it to the system, and say whether it does.
-
-    By default every large tensor gets fresh pages, and on the CPU touching those takes as long as some of the
-    arithmetic: a training step of a small model is 8% faster without. The peak of the process does not grow by it. Its
-    own variables (``MALLOC_MMAP_THRESHOLD_``, ``GLIBC_TUNABLES``) take precedence.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is None or any(name in os.environ for name in ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")):
-        return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, 1 << 30) and mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1))

@@ -15,7 +15,7 @@ from torch import Tensor
 from archon import checkpoint, phase, weights
 from archon.batch import PackedBatch, mini_batches
 from archon.checkpoint import Saving
-from archon.device import default_device, peak_memory_bytes, reuse_freed_memory
+from archon.device import default_device, peak_memory_bytes
 from archon.layout import Layout
 from archon.losses import LossFn, LossSpec, TokenOutputs
 from archon.mesh import make_ranks, running_processes
@@ -126,8 +126,6 @@ class Engine:
         if dtype not in _DTYPES:
             raise ValueError(f"dtype is {dtype!r}; it is one of {', '.join(_DTYPES)}")
         chosen = torch.device(device) if device is not None else default_device()
-        if chosen.type == "cpu":
-            reuse_freed_memory()
         layout = Layout.parse(layout) if isinstance(layout, str) else layout
         config = ModelConfig.from_folder(folder)
         check_fit(layout, config, options, world_size=running_processes())

@@ -29,8 +29,8 @@ class Options:
         pp_layers_per_stage: layers of a virtual stage in the interleaved schedules; None gives every rank two stages.
         pp_first_stage_less_layers, pp_last_stage_less_layers: layers that the stages of the embedding and of the head
             have fewer than the others.
-        reshard_after_forward: free gathered parameters after forward; ``default`` does except in a pipeline, which
-            would gather them again for every micro-batch.
+        reshard_after_forward: free gathered parameters after forward; ``default`` does so for layers, except in a
+            pipeline, which would gather them again for every micro-batch.
         offload_params: keep parameters, gradients and optimizer states in host memory.
         ac_mode: what backward recomputes: nothing, every layer, ``selective`` (see below), or as many layers as the
             ``memory_budget`` asks for.

@@ -7,17 +7,18 @@ from typing import Literal
 
 import torch
 
+from archon.device import default_device
 from archon.models.config import ModelConfig
 from archon.models.decoder import Decoder
 from archon.parallel.recompute import layer_activation_bytes, norm_activation_bytes
-from archon_kernels.linear_logprob import TILE_ELEMENTS
+from archon_kernels.linear_logprob import default_tile_elements
 
 _FP32 = 4
 COMPUTE_BYTES = {"float32": 4, "bfloat16": 2}
 _OPTIMIZER_STATES = {"adam": 2, "sgd": 0, None: 0}
 """fp32 numbers that the optimizer keeps for each parameter."""
-_TILES_IN_BACKWARD = 4
-"""Logit tiles alive at once in the backward of the LM head: forward's last, scores, probabilities, gradient."""
+_TILES_IN_BACKWARD = 2
+"""Logit tiles alive at once in the backward of the LM head: forward's last, and the gradient of another."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class MemoryPlan:
         optimizer: fp32 states.
         compute_copy: the parameters in the compute dtype, where it is not fp32.
         activations: what one micro-batch keeps for backward.
-        lm_head: tiles of logits and the fp32 gradient of the head.
+        lm_head: tiles of logits, the gradient of the head in the compute dtype, and the fp32 sum of its input's.
         engine_weights: the inference engine's own copy, in the compute dtype.
         staged_weights: the next version on its way to the engine.
         kv_cache: keys and values of the engine's cache.
@@ -73,14 +74,15 @@ def plan_memory(
     size, width = count_parameters(config), COMPUTE_BYTES[dtype]
     trains = optimizer is not None
     copy = 0 if dtype == "float32" else size * width
-    tile = min(max(TILE_ELEMENTS, config.vocab_size), tokens_per_mb * config.vocab_size)
+    tiles = _TILES_IN_BACKWARD * min(default_tile_elements(default_device()), tokens_per_mb * config.vocab_size)
+    head, head_input = config.vocab_size * config.hidden_size, tokens_per_mb * config.hidden_size
     return MemoryPlan(
         parameters=size * _FP32,
         gradients=size * _FP32 if trains else 0,
         optimizer=size * _FP32 * _OPTIMIZER_STATES[optimizer],
         compute_copy=copy,
         activations=tokens_per_mb * activation_bytes_per_token(config, width, recompute) if trains else 0,
-        lm_head=_FP32 * (_TILES_IN_BACKWARD * tile + (config.vocab_size * config.hidden_size if trains else 0)),
+        lm_head=width * tiles + (width * (head + head_input) + _FP32 * head_input if trains else 0),
         engine_weights=size * width if kv_cache_tokens else 0,
         staged_weights=size * width if kv_cache_tokens else 0,
         kv_cache=kv_cache_tokens * kv_bytes_per_token(config, width),
@@ -102,5 +104,5 @@ def activation_bytes_per_token(config: ModelConfig, width: int, recompute: bool)
     """Bytes kept for backward per token of a micro-batch, with ``width`` bytes a number."""
     layers = [layer_activation_bytes(config, width, index) for index in range(config.num_hidden_layers)]
     hidden = config.hidden_size
-    head = norm_activation_bytes(hidden) + hidden * width  # the final norm, and the rows chosen for the head
+    head = norm_activation_bytes(hidden, width) + hidden * width  # the final norm, and the rows chosen for the head
     return (len(layers) * hidden * width + max(layers) if recompute else sum(layers)) + head

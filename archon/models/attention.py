@@ -10,11 +10,11 @@ from torch.nn import functional as F
 from archon.mesh import Ranks
 from archon.models.config import ModelConfig
 from archon.models.norm import RMSNorm
-from archon.models.rope import rotate
 from archon.parallel.collectives import gather_tokens
 from archon.parallel.context import RingDocuments, context_attention
 from archon.parallel.tensor import ColumnLinear, local, row_linear
 from archon_kernels.attention import Documents
+from archon_kernels.rope import rotate
 
 
 @dataclass(frozen=True, eq=False)

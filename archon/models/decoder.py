@@ -194,7 +194,7 @@ class Decoder(nn.Module):
             )
         hidden_TD = gather_tokens(hidden_SD, self.ranks.tensor)
         weight = self.head_weight()
-        logprobs, entropy = linear_logprob(
+        found = linear_logprob(
             hidden_TD.index_select(0, head.rows),
             weight,
             head.targets,
@@ -203,9 +203,8 @@ class Decoder(nn.Module):
             vocab_start=self.ranks.place.tensor * weight.shape[0],
             group=self.ranks.tensor,
         )
-        found = {"logprobs": logprobs} if entropy is None else {"logprobs": logprobs, "entropy": entropy}
-        blank = hidden_TD.new_zeros(hidden_TD.shape[0], dtype=logprobs.dtype)
-        return torch.stack([blank.index_put((head.rows,), found[name]) for name in head.outputs])
+        blank = hidden_TD.new_zeros(hidden_TD.shape[0], dtype=found.logprobs.dtype)
+        return torch.stack([blank.index_put((head.rows,), getattr(found, name)) for name in head.outputs])
 
     def _values(self, hidden_SD: Tensor) -> Tensor:
         values_S1 = F.linear(hidden_SD.float(), local(self.score.weight).float())

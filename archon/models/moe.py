@@ -11,7 +11,7 @@ from archon.models.config import ModelConfig, MoEConfig
 from archon.parallel.collectives import gather_tokens
 from archon.parallel.expert import Routing, run_experts, with_router_losses
 from archon.parallel.tensor import ColumnLinear, local, row_linear
-from archon_kernels.grouped_mm import grouped_linear
+from archon_kernels.grouped_mm import grouped_linear, grouped_swiglu
 from archon_kernels.routing import topk_gate
 
 
@@ -68,8 +68,8 @@ class Experts(nn.Module):
         """
         gate_up = local(self.gate_up_proj)
         gate_up_EFD = gate_up if gate_up.ndim == 3 else gate_up.flatten(1, 2)
-        gate, up = grouped_linear(rows_ND, gate_up_EFD, counts_E).chunk(2, dim=-1)
-        return grouped_linear(F.silu(gate) * up, local(self.down_proj), counts_E)
+        hidden_NF = grouped_swiglu(rows_ND, gate_up_EFD, counts_E)
+        return grouped_linear(hidden_NF, local(self.down_proj), counts_E)
 
 
 class MoE(nn.Module):

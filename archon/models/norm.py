@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from archon.parallel.tensor import local
+from archon_kernels.norm import rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -18,4 +18,4 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, local(self.weight), self.eps)
+        return rms_norm(x, local(self.weight), self.eps)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,39 +30,7 @@ def _llama3(rope: RopeConfig, inverse: Tensor) -> Tensor:
 
 
 def cos_sin(rope: RopeConfig, head_dim: int, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Tables ``[T, 1, head_dim]`` fp32 for ``rotate``, of ``position_ids [T]``, to broadcast over heads."""
+    """Tables ``[T, 1, head_dim]`` fp32 of ``position_ids [T]``, for ``archon_kernels.rope.rotate``."""
     angles = position_ids[:, None, None].float() * frequencies(rope, head_dim, position_ids.device)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-
-
-def rotate(x_THd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + d/2) of every head by the angles of its position.
-
-    Args:
-        x_THd: ``[T, H, d]`` any float dtype; computed in fp32.
-        cos, sin: ``[T, 1, d]`` fp32 tables of ``cos_sin``, without gradient.
-
-    Returns:
-        ``[T, H, d]`` in the dtype of x.
-    """
-    return _Rotate.apply(x_THd, cos, sin)
-
-
-class _Rotate(torch.autograd.Function):
-    """A rotation is linear: backward rotates the other way and needs no activation."""
-
-    @staticmethod
-    def forward(ctx: Any, x_THd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _turn(x_THd, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _turn(grads[0], cos, -sin), None, None
-
-
-def _turn(x_THd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    swapped = x_THd.roll(x_THd.shape[-1] // 2, dims=-1)
-    return torch.addcmul(x_THd * cos, swapped, sin).to(x_THd.dtype)

@@ -18,6 +18,7 @@ from torch import Tensor
 from archon.mesh import Ranks
 from archon.parallel.collectives import exchange_rows, gather_tokens, scatter_tokens
 from archon_kernels.permute import ExpertOrder, combine, permute, sort_by_expert
+from archon_kernels.routing import count_experts
 
 ExpertFunction = Callable[[Tensor, Tensor], Tensor]
 """Rows ``[N, D]`` sorted by expert and counts ``[E/e]`` to rows ``[N, D]``, of the experts of this rank."""
@@ -60,9 +61,7 @@ class Routing:
     def record(self, layer: int, indices_SK: Tensor, num_experts: int) -> None:
         """Keep the choices of a layer and count the tokens of each expert."""
         self.chosen[layer] = indices_SK
-        counts = torch.zeros(num_experts, dtype=torch.long, device=indices_SK.device)
-        weight = self.real.long().unsqueeze(-1).expand_as(indices_SK)
-        self.counts[layer] = counts.scatter_add_(0, indices_SK.flatten(), weight.flatten())
+        self.counts[layer] = count_experts(indices_SK, num_experts, self.real)
 
 
 def with_router_losses(

@@ -18,7 +18,7 @@ from archon.models.config import ModelConfig
 from archon.options import Options
 
 _FP32 = 4
-_KEPT_OPS = ("mm", "addmm", "bmm", "_grouped_mm", "_scaled_dot_product")
+_KEPT_OPS = ("mm", "addmm", "bmm", "grouped_", "_grouped_mm", "_scaled_dot_product")
 """Beginnings of the names of operations whose results selective recomputation keeps.
 
 Collectives are not among them: they fill a buffer of their caller, so what they return cannot stand for running them.
@@ -71,21 +71,23 @@ def _keep_expensive(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpo
     return CheckpointPolicy.MUST_SAVE if name.startswith(_KEPT_OPS) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def norm_activation_bytes(size: int) -> int:
-    """A norm keeps its input before and after scaling by the root mean square, both in fp32."""
-    return 2 * _FP32 * size
+def norm_activation_bytes(size: int, width: int, rows: int = 1) -> int:
+    """A norm keeps its input, of ``width`` bytes a number, and one fp32 number per row of it."""
+    return width * size + _FP32 * rows
 
 
 def layer_activation_bytes(config: ModelConfig, width: int, index: int) -> int:
     """What the operations of one layer save, in bytes per token, with ``width`` bytes a number."""
     hidden, moe = config.hidden_size, config.moe
-    queries = config.num_attention_heads * config.head_dim
-    keys = config.num_key_value_heads * config.head_dim
-    size = 2 * (norm_activation_bytes(hidden) + width * hidden)  # both norms, and what the projections read
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    queries, keys = heads * config.head_dim, kv_heads * config.head_dim
+    size = 2 * norm_activation_bytes(hidden, width) + width * hidden  # both norms, and what the projections read
     size += width * (3 * queries + 2 * keys)  # q, k, v; the output, as attention and as the projection saw it
+    size += _FP32 * heads  # log-sum-exp
     if config.qk_norm:
-        size += norm_activation_bytes(queries + keys)
+        size += norm_activation_bytes(queries + keys, width, heads + kv_heads)
     if moe is None or index not in moe.layers:
-        return size + width * 4 * config.intermediate_size  # gate, silu(gate), up, their product
-    size += _FP32 * ((hidden if width < _FP32 else 0) + moe.num_experts)  # the router's input and scores
-    return size + width * moe.experts_per_token * (2 * hidden + 4 * moe.intermediate_size)  # rows in, out, and as above
+        return size + width * (hidden + 4 * config.intermediate_size)  # what it reads; gate, silu(gate), up, product
+    size += _FP32 * (hidden + moe.num_experts)  # the router's input and scores
+    # rows in and out; gate, up and their product; places, weights and choices
+    return size + moe.experts_per_token * (width * (2 * hidden + 3 * moe.intermediate_size) + 3 * 8 + 2 * _FP32)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from archon.batch import PackedBatch
 from archon.losses import Loss, Metric, TokenOutputs
+from archon_kernels.policy_loss import PolicyLoss, masked_policy_loss
 from areal.algorithms.advantages import generalized_advantages, overlong_penalty, place_rewards, scale_rewards
 from areal.algorithms.aggregation import AGGREGATIONS, Aggregation, aggregate, denominator, trained_per_sequence
 from areal.algorithms.normalize import NormSpec, normalize
-from areal.algorithms.policy_loss import PolicyLoss, ppo_loss
 from areal.algorithms.proximal import PROXIMAL_METHODS, ProximalMethod, loglinear_logprobs
 from areal.algorithms.rejection import Correction, RejectionSampling, off_policy_correction
 
@@ -33,7 +33,7 @@ class GRPOLoss:
     and each token is weighed by exp(p - b), shaped by ``rejection_sampling``.
 
     Attributes:
-        eps_clip, eps_clip_higher, c_clip: see ``ppo_loss``.
+        eps_clip, eps_clip_higher, c_clip: see ``masked_policy_loss``.
         reward_bias, reward_scaling, reward_clip: ``clip((R + bias) * scaling)``, after the overlong penalty.
         reward_norm, adv_norm: ``NormSpec`` or its arguments; None for no normalisation. Rewards are normalised over
             episodes, advantages over trained tokens.
@@ -157,7 +157,7 @@ class GRPOLoss:
             proximal, batch["behaviour_logprobs"], batch.loss_mask, batch.sequence_ids, self._rejection
         )
         kept = batch.loss_mask & ~correction.filtered
-        policy = ppo_loss(
+        policy = masked_policy_loss(
             outputs.logprobs,
             proximal,
             batch["advantages"],
@@ -165,10 +165,11 @@ class GRPOLoss:
             eps_clip=self.eps_clip,
             eps_clip_higher=self.eps_clip_higher,
             c_clip=self.c_clip,
+            weights_T=correction.weights,
         )
-        policy_sum = aggregate(policy.loss * correction.weights, batch, self.loss_aggregation)
+        policy_sum = aggregate(policy.loss_T, batch, self.loss_aggregation)
         metrics = {"loss/policy": (policy_sum.detach(), self.denominator(batch))}
-        metrics |= self._metrics(policy, correction, kept, batch)
+        metrics |= self._metrics(policy, correction, batch)
         if not self.entropy_coef:
             return Loss(policy_sum, metrics)
         assert outputs.entropy is not None
@@ -197,27 +198,24 @@ class GRPOLoss:
             current_version=current,
         )
 
-    def _metrics(
-        self, policy: PolicyLoss, correction: Correction, kept: Tensor, batch: PackedBatch
-    ) -> dict[str, Metric]:
+    def _metrics(self, policy: PolicyLoss, correction: Correction, batch: PackedBatch) -> dict[str, Metric]:
         """Means as pairs, over trained tokens (ratios and clipping: over those kept) and over sequences that have one.
 
         KL estimates are k3: ``kl/approx`` compares l with p, ``kl/behaviour_proximal`` p with b, before any shaping.
         """
         mask = batch.loss_mask
-        log_ratio = policy.log_ratio.double()
         sampled = trained_per_sequence(batch) > 0
         metrics = {
-            "ratio/mean": _mean(log_ratio.exp(), kept),
-            "kl/approx": _mean(torch.expm1(log_ratio) - log_ratio, kept),
-            "clip/fraction": _mean(policy.clipped, kept),
+            "ratio/mean": (policy.ratio, policy.kept),
+            "kl/approx": (policy.kl, policy.kept),
+            "clip/fraction": (policy.clipped, policy.kept),
             "advantage/mean": _mean(batch["advantages"], mask),
             "rejection/nonfinite": _mean(correction.nonfinite, mask),
             "reward/shaped": _mean(batch["shaped_reward"], sampled),
             "truncated/fraction": _mean(batch["truncated"], sampled),
         }
         if self.c_clip is not None:
-            metrics["clip/dual_fraction"] = _mean(policy.dual_clipped, kept)
+            metrics["clip/dual_fraction"] = (policy.dual_clipped, policy.kept)
         if self.use_decoupled_loss:
             finite = mask & ~correction.nonfinite
             log_weights = correction.log_weights.double()

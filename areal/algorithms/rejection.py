@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from areal.algorithms.policy_loss import MAX_LOG_RATIO, log_ratios
+from archon_kernels.policy_loss import MAX_LOG_RATIO, log_ratios
 from areal.algorithms.segments import segment_max, segment_sum
 
 RejectionLevel = Literal["token", "sequence"]

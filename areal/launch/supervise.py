@@ -23,8 +23,8 @@ SETTLE_SECONDS = 1.0
 EXIT_SECONDS = 5.0
 STACK_SECONDS = 2.0
 CLOSE_SECONDS = 10.0
-SHOWN_LINES = 40
-"""Lines of one stack, and half as many of a log, that a message holds."""
+SHOWN_LINES = 60
+"""Lines of one stack, and a third as many of a log, that a message holds."""
 SHOWN_CHARACTERS = 200
 
 
@@ -119,9 +119,13 @@ class Member:
         elif self.ended is None:
             text, limit = self.stack() or f"(no stack within {STACK_SECONDS:.0f} s)", SHOWN_LINES
         else:
-            text, limit = f"end of {self.log}:\n{self._log_tail()}", SHOWN_LINES // 2
+            text, limit = f"end of {self.log}:\n{self._log_tail()}", SHOWN_LINES // 3
         lines = [line for line in text.splitlines() if line.strip(" ^~")]  # without the marks below expressions
-        return "\n".join(f"    {line}" for line in lines[-limit:])
+        if len(lines) > limit and self.ended is None:  # where it came from, and where it is
+            lines = [*lines[: limit // 2], "  ...", *lines[-limit // 2 :]]
+        else:
+            lines = lines[-limit:]
+        return "\n".join(f"    {line}" for line in lines)
 
     def stack(self) -> str:
         """The last dump of its Python stacks, without the thread that only waits for the controller's end."""
@@ -133,7 +137,7 @@ class Member:
         with self.log.open("rb") as file:
             file.seek(max(self.log_start, file.seek(0, os.SEEK_END) - (1 << 16)))
             lines = file.read().decode(errors="replace").splitlines()
-        return "\n".join(lines[-SHOWN_LINES // 2 + 1 :]) or "(empty)"
+        return "\n".join(lines[-SHOWN_LINES // 3 + 1 :]) or "(empty)"
 
     def kill(self) -> None:
         """End it and what it started."""

@@ -79,7 +79,7 @@ def packed_attention(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, documents: Doc
     Returns:
         ``[T, H, d]``, scores scaled by ``d ** -0.5``. Differentiable in q, k and v.
     """
-    return choose({"reference": _packed_attention})(q_THd, k_TGd, v_TGd, documents)
+    return choose({"reference": _packed_attention}, q_THd.device)(q_THd, k_TGd, v_TGd, documents)
 
 
 def _packed_attention(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, documents: Documents) -> Tensor:
@@ -144,7 +144,7 @@ def block_attention(q_SHd: Tensor, k_RGd: Tensor, v_RGd: Tensor, causal: bool) -
         ValueError: a block without queries or keys, or one that is causal and not square.
     """
     _check_block(q_SHd, k_RGd, causal)
-    return choose({"reference": _block_attention})(q_SHd, k_RGd, v_RGd, causal)
+    return choose({"reference": _block_attention}, q_SHd.device)(q_SHd, k_RGd, v_RGd, causal)
 
 
 def block_attention_backward(
@@ -165,7 +165,7 @@ def block_attention_backward(
         ValueError: as ``block_attention``.
     """
     _check_block(q_SHd, k_RGd, causal)
-    backward = choose({"reference": _block_attention_backward})
+    backward = choose({"reference": _block_attention_backward}, q_SHd.device)
     return backward(grad_SHd, q_SHd, k_RGd, v_RGd, out_SHd, lse_SH, causal)
 
 

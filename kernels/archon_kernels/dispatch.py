@@ -1,29 +1,78 @@
-"""Which implementation of an op runs."""
+"""Which implementation of an op runs: Triton on accelerators, C++ on the CPU, else plain torch."""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
 import os
-from collections.abc import Mapping
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from archon_kernels import extension
 
 Op = TypeVar("Op")
 
-IMPLEMENTATIONS = ("reference",)
-"""Names of implementations, best first."""
+IMPLEMENTATIONS = ("triton", "cpp", "reference")
+VARIABLE = "ARCHON_KERNELS"
 
 
-def choose(implementations: Mapping[str, Op]) -> Op:
-    """The best of an op's implementations, or the one that the environment variable ``ARCHON_KERNELS`` names.
+def choose(implementations: Mapping[str, Op], device: torch.device) -> Op:
+    """The implementation of an op for tensors on ``device``.
+
+    The environment variable ``ARCHON_KERNELS`` names the one to use; an op that has none of that name runs its
+    reference.
 
     Args:
-        implementations: from a name in ``IMPLEMENTATIONS`` to the op.
+        implementations: from names in ``IMPLEMENTATIONS`` to what runs; ``reference`` is always among them.
 
     Raises:
-        ValueError: ``ARCHON_KERNELS`` names no implementation of this op.
+        ValueError: ``ARCHON_KERNELS`` is no name of an implementation, or names one that cannot run on the device.
     """
-    wanted = os.environ.get("ARCHON_KERNELS")
+    wanted = os.environ.get(VARIABLE)
     if wanted is None:
-        return next(implementations[name] for name in IMPLEMENTATIONS if name in implementations)
+        fast = "cpp" if device.type == "cpu" else "triton"
+        return implementations[fast if fast in implementations and _runs(fast, device) else "reference"]
+    if wanted not in IMPLEMENTATIONS:
+        raise ValueError(f"{VARIABLE}={wanted!r}: choose one of {', '.join(IMPLEMENTATIONS)}, or unset it")
     if wanted not in implementations:
-        raise ValueError(f"ARCHON_KERNELS={wanted!r}: choose one of {sorted(implementations)}, or unset it")
+        return implementations["reference"]
+    if not _runs(wanted, device):
+        raise ValueError(f"{VARIABLE}={wanted}: {_needs(wanted)}; the tensors are on {device.type}")
     return implementations[wanted]
+
+
+def cpp(name: str) -> Callable[..., Any]:
+    """The C++ op of that name, looked up when it is called, which ``choose`` allows once the library is loaded."""
+    return lambda *args: getattr(torch.ops.archon_cpp, name)(*args)
+
+
+def triton(module: str, name: str) -> Callable[..., Any]:
+    """A function of ``archon_kernels.triton_ops.<module>``, imported when it is called: importing Triton takes time."""
+    return lambda *args: getattr(importlib.import_module(f"archon_kernels.triton_ops.{module}"), name)(*args)
+
+
+def _runs(name: str, device: torch.device) -> bool:
+    if name == "cpp":
+        return device.type == "cpu" and extension.load()
+    if name == "triton":
+        return (device.type != "cpu" or interpreting()) and _has_triton()
+    return True
+
+
+def _needs(name: str) -> str:
+    if name == "cpp":
+        return f"the C++ ops run on the CPU, once built ({extension.problem() or 'they are built'})"
+    return "Triton kernels run on accelerators, or anywhere with TRITON_INTERPRET=1 set before Triton is imported"
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels run in its interpreter, on tensors of any device."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

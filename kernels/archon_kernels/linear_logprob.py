@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
-from archon_kernels.dispatch import choose
+from archon_kernels.dispatch import choose, cpp, triton
 
-TILE_ELEMENTS = 1 << 23
-"""Logits in a tile: 32 MiB in fp32. Smaller tiles make thin matrix products, larger ones leave the cache."""
+_TILE_ELEMENTS_CPU = 1 << 23
+"""16 MiB in bf16: smaller tiles make thin matrix products, larger ones leave the cache."""
+_TILE_ELEMENTS_ACCELERATOR = 1 << 27
+"""256 MiB in bf16: it takes larger products to keep an accelerator busy."""
+_TILE_ROWS = 8192
+"""Rows of a tile at most. Tall tiles read the weight seldom, and need no sum of its gradient over tiles."""
+_PEAK, _TOTAL, _TARGET, _WEIGHTED = range(4)
+"""Columns of the running statistics of a row: largest score, sum of exp(score - largest), score of the target, and sum
+of exp(score - largest) x (score - largest)."""
+
+
+class Logprobs(NamedTuple):
+    """What ``linear_logprob`` returns; None where it was not asked for. M rows, K most likely tokens, in nats.
+
+    Attributes:
+        logprobs: ``[M]`` of the targets.
+        entropy: ``[M]``.
+        top_logprobs: ``[M, K]``, largest first.
+        top_ids: ``[M, K]`` int64, the tokens that have them; the lower id first where two are equally likely.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None = None
+    top_logprobs: Tensor | None = None
+    top_ids: Tensor | None = None
 
 
 def linear_logprob(
@@ -19,187 +43,500 @@ def linear_logprob(
     weight_VD: Tensor,
     targets_M: Tensor,
     *,
+    bias_V: Tensor | None = None,
+    softcap: float | None = None,
     temperature: Tensor | None = None,
+    mask_M: Tensor | None = None,
     with_entropy: bool = False,
-    tile_elements: int = TILE_ELEMENTS,
+    top_k: int = 0,
+    tile_elements: int | None = None,
     vocab_start: int = 0,
     group: dist.ProcessGroup | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each row's target, and entropy, under ``softmax(hidden @ weight.T / temperature)``.
+) -> Logprobs:
+    """Log-probability of each row's target, entropy and most likely tokens, under the softmax of the scores.
 
-    The logits exist one tile of rows at a time, in forward and again in backward; forward's last tile is kept for it.
-    The matrix products run in the dtype of ``hidden``; softmax, log-sum-exp, entropy and their derivatives run in fp32.
-    The gradient of ``weight`` is summed over tiles in fp32 and rounded once, to the dtype of ``weight``. Inputs in fp64
-    are computed in fp64.
+    Scores are ``cap(hidden @ weight.T + bias) / temperature`` with ``cap(x) = softcap * tanh(x / softcap)``. They exist
+    one tile of rows x vocabulary at a time, in forward and again in backward; forward's last tile is kept for it.
+    The matrix products run, and a tile is stored, in the dtype of ``hidden``; softmax, log-sum-exp, entropy and their
+    derivatives run in fp32. Gradients that are summed over tiles are summed in fp32 and rounded once. Inputs in fp64
+    are computed in fp64. Under autocast the operands of the matrix products are cast. Nothing is summed by atomics, so
+    equal inputs give equal bits.
 
     With ``group`` the vocabulary is split over its ranks: each holds consecutive rows of ``weight`` (as many as it
-    likes) and passes the same ``hidden``, ``targets`` and ``temperature``. The results are those of the whole
+    likes) and passes the same ``hidden``, ``targets``, ``temperature`` and ``mask``. The results are those of the whole
     vocabulary, equal on every rank; a target outside the local rows is another rank's. Backward takes the same gradient
     on every rank and does not communicate: the gradient of ``hidden`` is this rank's PARTIAL sum, which the caller adds
-    up over the group; that of ``weight`` is of the local rows, complete.
+    up over the group; those of ``weight`` and ``bias`` are of the local rows, complete.
 
     Args:
-        hidden_MD: ``[M, D]`` fp32, bf16 or fp64; M may be 0. Leave out rows whose log-probability nobody reads.
+        hidden_MD: ``[M, D]`` fp32, bf16 or fp64; M may be 0.
         weight_VD: ``[V, D]``, same dtype; with ``group``, this rank's rows.
-        targets_M: ``[M]`` int64 in [0, V), V being the whole vocabulary.
+        targets_M: ``[M]`` int64 in [0, V), V being the whole vocabulary. Outside of it the result is NaN or, on the
+            CPU, an error; with ``group`` nobody looks.
+        bias_V: ``[V]`` finite, any float dtype; with ``group``, of this rank's rows.
+        softcap: above 0, or None for scores without bound.
         temperature: ``[M]`` fp32 above 0, or None for 1. Gets no gradient.
+        mask_M: ``[M]`` bool. Rows where it is False are left out before any product, whatever they hold: their results
+            and gradients are 0. Finding the others synchronises an accelerator.
         with_entropy: also return the entropy.
-        tile_elements: upper bound on rows x V held at a time; one row is always held.
+        top_k: K, how many of the most likely tokens to return. With ``group`` and fewer than K tokens in all of it, the
+            last have log-probability -inf and id -1.
+        tile_elements: upper bound on rows x V held at a time; None for what suits the device.
         vocab_start: token id of the first row of ``weight``.
         group: ranks that together hold the vocabulary; None when ``weight`` is all of it.
 
     Returns:
-        ``logprobs [M]`` and ``entropy [M]`` (or None), fp32, in nats, both differentiable in ``hidden`` and ``weight``.
+        fp32 (or fp64), differentiable in ``hidden``, ``weight`` and ``bias``.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit together.
+        ValueError: shapes, dtypes or values that do not fit together.
     """
-    rows = hidden_MD.shape[0]
+    if torch.is_autocast_enabled(hidden_MD.device.type):
+        dtype = torch.get_autocast_dtype(hidden_MD.device.type)
+        hidden_MD, weight_VD = hidden_MD.to(dtype), weight_VD.to(dtype)
+    rows, vocab = hidden_MD.shape[0], weight_VD.shape[0]
     if hidden_MD.dtype != weight_VD.dtype or hidden_MD.shape[1:] != weight_VD.shape[1:]:
         raise ValueError(
             f"hidden {tuple(hidden_MD.shape)} {hidden_MD.dtype} does not fit weight {tuple(weight_VD.shape)} "
             f"{weight_VD.dtype}: the last dimension and the dtype must be equal"
         )
-    if targets_M.shape != (rows,) or (temperature is not None and temperature.shape != (rows,)):
-        raise ValueError(f"targets and temperature need one entry for each of the {rows} rows of hidden")
+    if any(x is not None and x.shape != (rows,) for x in (targets_M, temperature, mask_M)):
+        raise ValueError(f"targets, temperature and mask need one entry for each of the {rows} rows of hidden")
+    if mask_M is not None and mask_M.dtype != torch.bool:
+        raise ValueError(f"mask is {mask_M.dtype}: pass bool, True for the rows to compute")
+    if bias_V is not None and bias_V.shape != (vocab,):
+        raise ValueError(f"bias {tuple(bias_V.shape)} needs one entry for each of the {vocab} rows of weight")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap is {softcap}: it must be above 0; pass None for no cap")
     if group is None and vocab_start != 0:
         raise ValueError(f"vocab_start is {vocab_start} without a group: whoever holds the other rows must be in one")
-    op = choose({"reference": _LinearLogprob})
-    logprobs, entropy = op.apply(
-        hidden_MD, weight_VD, targets_M, temperature, with_entropy, tile_elements, vocab_start, group
+    if top_k < 0 or (group is None and top_k > vocab):
+        raise ValueError(f"top_k is {top_k}: choose from 0 to {vocab}, the size of the vocabulary")
+    if tile_elements is None:
+        tile_elements = default_tile_elements(hidden_MD.device)
+    if tile_elements < 1:
+        raise ValueError(f"tile_elements is {tile_elements}: a tile holds at least 1")
+    logprobs, entropy, top_logprobs, top_ids, _, _ = _linear_logprob(
+        hidden_MD,
+        weight_VD,
+        targets_M,
+        bias_V,
+        temperature,
+        mask_M,
+        softcap or 0.0,
+        with_entropy,
+        top_k,
+        tile_elements,
+        vocab_start,
+        None if group is None else group.group_name,
     )
-    return logprobs, entropy if with_entropy else None
+    top = (top_logprobs, top_ids) if top_k else (None, None)
+    return Logprobs(logprobs, entropy if with_entropy else None, *top)
 
 
-class _LinearLogprob(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_MD: Tensor,
-        weight_VD: Tensor,
-        targets_M: Tensor,
-        temperature: Tensor | None,
-        with_entropy: bool,
-        tile_elements: int,
-        vocab_start: int,
-        group: dist.ProcessGroup | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        dtype = torch.promote_types(hidden_MD.dtype, torch.float32)
-        tile = max(1, min(tile_elements // max(1, weight_VD.shape[0]), targets_M.shape[0]))
-        index, owned = _local_targets(targets_M, vocab_start, weight_VD.shape[0], group)
-        # Of each row, relative to its peak: sum of exp, score of the target (0 where another rank owns it), sum of
-        # exp x score. A rank without any vocabulary contributes these zeros.
-        sums = hidden_MD.new_zeros(3, *targets_M.shape, dtype=dtype)
-        peak = torch.full_like(sums[0], torch.finfo(dtype).min)
-        buffers = _tile_buffers(tile, weight_VD, dtype)
-        for rows in _tiles(weight_VD, targets_M.shape[0], tile):
-            scores, p = (buffer[: rows.stop - rows.start] for buffer in buffers)
-            _scores(hidden_MD, weight_VD, temperature, rows, out=scores)
-            peak[rows] = scores.amax(-1)
-            torch.exp(scores.sub_(peak[rows, None]), out=p)
-            sums[0, rows] = p.sum(-1)
-            sums[1, rows] = scores.gather(-1, index[rows, None]).squeeze(-1) * owned[rows]
-            if with_entropy:
-                sums[2, rows] = scores.mul_(p).sum(-1)
-        own_peak = peak
-        if group is not None:
-            peak = _sum_over_shards(sums, peak, owned, group)
-        total, target, weighted = sums
-        log_total = total.log()
-        logsumexp, logprobs, entropy = peak + log_total, target - log_total, log_total - weighted / total
-        # The last tile is there already: backward computes the others again, and takes this one.
-        last_tile, share = buffers[1], (own_peak - logsumexp).exp()
-        ctx.save_for_backward(hidden_MD, weight_VD, index, owned, temperature, logsumexp, entropy, last_tile, share)
-        ctx.tile = tile
-        ctx.set_materialize_grads(False)
-        return logprobs, entropy if with_entropy else None
+def default_tile_elements(device: torch.device) -> int:
+    """Logits in a tile on ``device``."""
+    return _TILE_ELEMENTS_CPU if device.type == "cpu" else _TILE_ELEMENTS_ACCELERATOR
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        grad_logprobs, grad_entropy = grads
-        hidden_MD, weight_VD, index, owned, temperature, logsumexp, entropy, last_tile, share = ctx.saved_tensors
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
-        tiles = _tiles(weight_VD, index.shape[0], ctx.tile)
-        grad_hidden = torch.zeros_like(hidden_MD) if need_hidden else None
-        wide = weight_VD.dtype if len(tiles) == 1 else logsumexp.dtype
-        grad_weight = torch.zeros_like(weight_VD, dtype=wide) if need_weight and len(tiles) != 1 else None
-        # d logprob = onehot - p;  d entropy = -p (log p + entropy);  each of a score that was divided by temperature
-        pull, pull_entropy = torch.zeros_like(logsumexp), None
-        if grad_logprobs is not None:
-            pull = grad_logprobs if temperature is None else grad_logprobs / temperature
-        chosen = pull * owned
-        if grad_entropy is not None:
-            pull_entropy = grad_entropy if temperature is None else grad_entropy / temperature
-            pull = pull + pull_entropy * entropy
-        buffers = _tile_buffers(ctx.tile, weight_VD, logsumexp.dtype)
-        for rows in tiles:
-            p, grad_scores = (buffer[: rows.stop - rows.start] for buffer in buffers)
-            down = -pull[rows]
-            if rows.stop == index.shape[0]:  # not yet divided by the sum over the vocabulary
-                p, scale = last_tile[: rows.stop - rows.start], share[rows]
-                torch.mul(p, (down * scale)[:, None], out=grad_scores)
-                p = p * scale[:, None] if pull_entropy is not None else p
+
+def _reference_statistics(
+    logits_MC: Tensor,
+    bias_C: Tensor | None,
+    temperature: Tensor | None,
+    softcap: float,
+    target_M: Tensor,
+    with_entropy: bool,
+    running_M4: Tensor,
+) -> None:
+    """Bring the running statistics of some rows up to date with one more tile of logits.
+
+    Args:
+        logits_MC: ``[M, C]`` products of the head without its bias.
+        bias_C, temperature, softcap: what makes scores of them; softcap 0 is none.
+        target_M: ``[M]`` int64 column of the target, outside of [0, C) where the tile does not have it.
+        running_M4: ``[M, 4]`` fp32, or fp64 for logits in fp64; written in place.
+    """
+    scores_MC = _scores(logits_MC, bias_C, temperature, softcap)
+    old, total, target, weighted = running_M4.unbind(1)
+    peak = torch.maximum(old, scores_MC.amax(1))
+    here = (target_M >= 0) & (target_M < scores_MC.shape[1])
+    found = scores_MC.gather(1, (target_M * here)[:, None]).squeeze(1)
+    p_MC = scores_MC.sub_(peak[:, None]).exp()
+    below = (old - peak).clamp(min=torch.finfo(peak.dtype).min)
+    shrink = below.exp()
+    if with_entropy:
+        weighted.copy_((weighted + total * below) * shrink + scores_MC.mul_(p_MC).sum(1))
+    total.copy_(total * shrink + p_MC.sum(1))
+    target.copy_(torch.where(here, found, target))
+    old.copy_(peak)
+
+
+def _reference_gradient(
+    logits_MC: Tensor,
+    bias_C: Tensor | None,
+    temperature: Tensor | None,
+    softcap: float,
+    logsumexp_M: Tensor,
+    pull_M3: Tensor,
+    chosen_MN: Tensor,
+    pull_chosen_MN: Tensor,
+    out_MC: Tensor,
+) -> None:
+    """Gradient of a tile of logits.
+
+    With d logprob = onehot - p and d entropy = -p (log p + entropy), each of a score:
+    ``sum of pull_chosen at chosen - p (pull[0] + pull[1] (log p + pull[2]))``, then through temperature and cap.
+
+    Args:
+        logits_MC, bias_C, temperature, softcap: as for the statistics.
+        logsumexp_M: ``[M]`` of the scores over the whole vocabulary.
+        pull_M3: ``[M, 3]`` sum of the gradients of log-probabilities, gradient of the entropy, entropy.
+        chosen_MN: ``[M, N]`` int64 columns of the log-probabilities, outside of [0, C) where the tile lacks them.
+        pull_chosen_MN: ``[M, N]`` their gradients.
+        out_MC: ``[M, C]`` in the dtype of the logits, which it may overwrite.
+    """
+    logp_MC = _scores(logits_MC, bias_C, temperature, softcap)
+    slope_MC = None
+    if softcap:
+        tanh_MC = logp_MC / softcap if temperature is None else logp_MC * (temperature / softcap)[:, None]
+        slope_MC = tanh_MC.square_().neg_().add_(1)
+    logp_MC.sub_(logsumexp_M[:, None])
+    p_MC = logp_MC.exp()
+    pull, pull_entropy, entropy = (column[:, None] for column in pull_M3.unbind(1))
+    grad_MC = logp_MC.add_(entropy).mul_(pull_entropy).add_(pull).mul_(p_MC).neg_()
+    here = (chosen_MN >= 0) & (chosen_MN < grad_MC.shape[1])
+    grad_MC.scatter_add_(1, chosen_MN * here, pull_chosen_MN * here)
+    if temperature is not None:
+        grad_MC.div_(temperature[:, None])
+    out_MC.copy_(grad_MC if slope_MC is None else grad_MC.mul_(slope_MC))
+
+
+def _scores(logits_MC: Tensor, bias_C: Tensor | None, temperature: Tensor | None, softcap: float) -> Tensor:
+    """The scores of a tile of logits, a new tensor in fp32 or fp64."""
+    scores_MC = logits_MC.to(_wide(logits_MC), copy=True)
+    if bias_C is not None:
+        scores_MC.add_(bias_C)
+    if softcap:
+        scores_MC.div_(softcap).tanh_().mul_(softcap)
+    return scores_MC if temperature is None else scores_MC.div_(temperature[:, None])
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+_STATISTICS = {
+    "cpp": cpp("logprob_statistics"),
+    "triton": triton("linear_logprob", "statistics"),
+    "reference": _reference_statistics,
+}
+_GRADIENT = {
+    "cpp": cpp("logprob_gradient"),
+    "triton": triton("linear_logprob", "gradient"),
+    "reference": _reference_gradient,
+}
+
+
+@torch.library.custom_op("archon::linear_logprob", mutates_args=())
+def _linear_logprob(
+    hidden_MD: Tensor,
+    weight_VD: Tensor,
+    targets_M: Tensor,
+    bias_V: Tensor | None,
+    temperature: Tensor | None,
+    mask_M: Tensor | None,
+    softcap: float,
+    with_entropy: bool,
+    top_k: int,
+    tile_elements: int,
+    vocab_start: int,
+    group_name: str | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """logprobs, entropy, top log-probs, top ids, log-sum-exp, and the last tile of logits, flat.
+
+    Nothing has as many dimensions as a mask leaves rows: all shapes follow from those of the inputs.
+    """
+    shape = targets_M.shape
+    kept = None if mask_M is None else mask_M.nonzero().squeeze(1)
+    hidden_MD, targets_M, temperature = (_take(x, kept) for x in (hidden_MD, targets_M, temperature))
+    if group_name is None and hidden_MD.device.type == "cpu" and targets_M.numel():
+        low, high = (int(x) for x in targets_M.aminmax())
+        if low < 0 or high >= weight_VD.shape[0]:
+            bad = low if low < 0 else high
+            raise ValueError(f"target {bad} is not in [0, {weight_VD.shape[0]}): mask rows that have no target")
+    wide = _wide(hidden_MD)
+    bias_V = None if bias_V is None else bias_V.to(wide)
+    temperature = None if temperature is None else temperature.to(wide)
+    statistics = choose(_STATISTICS, hidden_MD.device)
+    targets_M = targets_M - vocab_start
+    running_M4 = hidden_MD.new_zeros(*targets_M.shape, 4, dtype=wide)
+    running_M4[:, _PEAK] = torch.finfo(wide).min
+    if group_name is None:
+        running_M4[:, _TARGET] = torch.nan  # until its tile comes
+    top_scores_MK = running_M4.new_full((targets_M.shape[0], top_k), -torch.inf)
+    top_ids_MK = targets_M.new_full((targets_M.shape[0], top_k), -1)
+    tile = hidden_MD.new_empty(_tile_numel(shape[0], weight_VD.shape[0], tile_elements))
+    row_tiles, column_tiles = _tiles(hidden_MD.shape[0], weight_VD.shape[0], tile_elements)
+    for rows in row_tiles:
+        scale = None if temperature is None else temperature[rows]
+        for columns in column_tiles:
+            logits_MC = _product(hidden_MD[rows], weight_VD[columns], tile)
+            bias_C = None if bias_V is None else bias_V[columns]
+            target = targets_M[rows] - columns.start
+            statistics(logits_MC, bias_C, scale, softcap, target, with_entropy, running_M4[rows])
+            if top_k:
+                scores_MC = _scores(logits_MC, bias_C, scale, softcap)
+                found = _top(scores_MC, min(top_k, scores_MC.shape[1]), vocab_start + columns.start)
+                best = _merge(torch.cat([top_scores_MK[rows], found[0]], 1), torch.cat([top_ids_MK[rows], found[1]], 1))
+                top_scores_MK[rows], top_ids_MK[rows] = (x[:, :top_k] for x in best)
+    # Outputs are equal where inputs are: nothing of the tile is left as the allocator gave it.
+    tile[row_tiles[0].stop * column_tiles[0].stop if row_tiles and column_tiles else 0 :].zero_()
+    if group_name is not None:
+        group = _resolve_process_group(GroupName(group_name))
+        _sum_over_shards(running_M4, group)
+        top_scores_MK, top_ids_MK = _top_of_shards(top_scores_MK, top_ids_MK, group)
+    peak, total, target, weighted = running_M4.unbind(1)
+    log_total = total.log()
+    logprobs, entropy = (target - peak) - log_total, log_total - weighted / total
+    top_logprobs_MK = (top_scores_MK - peak[:, None]) - log_total[:, None]
+    logprobs, entropy, top_logprobs_MK, top_ids_MK, logsumexp = (
+        x if kept is None else _spread(x, kept, shape[0])
+        for x in (logprobs, entropy, top_logprobs_MK, top_ids_MK, peak + log_total)
+    )
+    entropy = entropy if with_entropy else entropy.new_empty(0)
+    return logprobs, entropy, top_logprobs_MK, top_ids_MK, logsumexp, tile
+
+
+@_linear_logprob.register_fake
+def _(
+    hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    *_, with_entropy, top_k, tile_elements, _, _ = others
+    rows = targets_M.shape[0]
+    logprobs = hidden_MD.new_empty(rows, dtype=_wide(hidden_MD))
+    return (
+        logprobs,
+        logprobs.new_empty(rows if with_entropy else 0),
+        logprobs.new_empty(rows, top_k),
+        targets_M.new_empty(rows, top_k),
+        torch.empty_like(logprobs),
+        hidden_MD.new_empty(_tile_numel(rows, weight_VD.shape[0], tile_elements)),
+    )
+
+
+@torch.library.custom_op("archon::linear_logprob_backward", mutates_args=())
+def _linear_logprob_backward(
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    grad_top: Tensor | None,
+    hidden_MD: Tensor,
+    weight_VD: Tensor,
+    targets_M: Tensor,
+    bias_V: Tensor | None,
+    temperature: Tensor | None,
+    mask_M: Tensor | None,
+    entropy: Tensor,
+    top_ids_MK: Tensor,
+    logsumexp_M: Tensor,
+    tile: Tensor,
+    softcap: float,
+    tile_elements: int,
+    vocab_start: int,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of hidden, weight and bias, each with no entries where ``needs`` says that nobody wants it."""
+    shape = hidden_MD.shape
+    kept = None if mask_M is None else mask_M.nonzero().squeeze(1)
+    pull_M3, chosen_MN, pull_chosen_MN = _pulls(
+        grad_logprobs, grad_entropy, grad_top, entropy, targets_M, top_ids_MK, logsumexp_M
+    )
+    hidden_MD, temperature, logsumexp_M, pull_M3, chosen_MN, pull_chosen_MN = (
+        _take(x, kept) for x in (hidden_MD, temperature, logsumexp_M, pull_M3, chosen_MN, pull_chosen_MN)
+    )
+    wide = logsumexp_M.dtype
+    bias_wide = None if bias_V is None else bias_V.to(wide)
+    temperature = None if temperature is None else temperature.to(wide)
+    gradient = choose(_GRADIENT, hidden_MD.device)
+    chosen_MN = chosen_MN - vocab_start
+    row_tiles, column_tiles = _tiles(hidden_MD.shape[0], weight_VD.shape[0], tile_elements)
+    narrow, fresh = wide != hidden_MD.dtype, tile.new_empty(tile.shape)
+    grad_hidden = hidden_MD.new_zeros(hidden_MD.shape if needs[0] else 0, dtype=wide if len(column_tiles) > 1 else None)
+    grad_weight = weight_VD.new_empty(weight_VD.shape if needs[1] else 0)
+    grad_bias = weight_VD.new_zeros(weight_VD.shape[:1] if needs[2] else 0, dtype=wide)
+    if not row_tiles:
+        grad_weight.zero_()
+    for columns in column_tiles if row_tiles else []:
+        weight_CD, bias_C = weight_VD[columns], None if bias_wide is None else bias_wide[columns]
+        # Summed over row tiles in fp32 and rounded once, without a second gradient of the whole weight.
+        summed = narrow and len(row_tiles) > 1 and needs[1]
+        grad_weight_CD = weight_CD.new_empty(weight_CD.shape, dtype=wide) if summed else grad_weight[columns]
+        for rows in row_tiles:
+            scale = None if temperature is None else temperature[rows]
+            grad_MC = fresh[: (rows.stop - rows.start) * (columns.stop - columns.start)].view(-1, weight_CD.shape[0])
+            if rows is row_tiles[-1] and columns is column_tiles[-1]:
+                logits_MC = tile[: grad_MC.numel()].view_as(grad_MC)
             else:
-                _scores(hidden_MD, weight_VD, temperature, rows, out=p)
-                torch.mul(p.sub_(logsumexp[rows, None]).exp_(), down[:, None], out=grad_scores)
-            if pull_entropy is not None:
-                grad_scores.sub_(p.xlogy_(p).mul_(pull_entropy[rows, None]))
-            grad_scores.scatter_add_(-1, index[rows, None], chosen[rows, None])
-            grad_logits = grad_scores.to(hidden_MD.dtype)
-            if grad_hidden is not None:
-                torch.mm(grad_logits, weight_VD, out=grad_hidden[rows])
-            if not need_weight:
-                continue
-            if grad_weight is None:
-                grad_weight = grad_logits.t() @ hidden_MD[rows]
-            elif grad_weight.dtype == grad_logits.dtype:
-                grad_weight.addmm_(grad_logits.t(), hidden_MD[rows])
-            else:
-                grad_weight += grad_logits.t() @ hidden_MD[rows]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight_VD.dtype), *[None] * 6
+                logits_MC = _product(hidden_MD[rows], weight_CD, fresh)
+            chosen = chosen_MN[rows] - columns.start
+            gradient(
+                logits_MC,
+                bias_C,
+                scale,
+                softcap,
+                logsumexp_M[rows],
+                pull_M3[rows],
+                chosen,
+                pull_chosen_MN[rows],
+                grad_MC,
+            )
+            if needs[0]:
+                _add_product(grad_hidden[rows], grad_MC, weight_CD, first=columns.start == 0)
+            if needs[1]:
+                _add_product(grad_weight_CD, grad_MC.t(), hidden_MD[rows], first=rows.start == 0)
+            if needs[2]:
+                grad_bias[columns] += grad_MC.sum(0, dtype=wide)
+        if summed:
+            grad_weight[columns] = grad_weight_CD
+    grad_hidden = grad_hidden.to(hidden_MD.dtype)
+    if kept is not None and needs[0]:
+        grad_hidden = _spread(grad_hidden, kept, shape[0])
+    return grad_hidden, grad_weight, grad_bias.to(weight_VD.dtype if bias_V is None else bias_V.dtype)
 
 
-def _local_targets(
-    targets_M: Tensor, vocab_start: int, vocab: int, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor]:
-    """Row of ``weight`` of each target, and whether it is here; a target of another rank points at any row."""
-    if group is None:
-        return targets_M, torch.ones_like(targets_M, dtype=torch.bool)
-    index = targets_M - vocab_start
-    owned = (index >= 0) & (index < vocab)
-    return index * owned, owned
+@_linear_logprob_backward.register_fake
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _, _, _, hidden_MD, weight_VD, _, bias_V, *_, needs = arguments
+    bias = weight_VD if bias_V is None else bias_V
+    return (
+        hidden_MD.new_empty(hidden_MD.shape if needs[0] else 0),
+        weight_VD.new_empty(weight_VD.shape if needs[1] else 0),
+        bias.new_empty(weight_VD.shape[:1] if needs[2] else 0),
+    )
 
 
-def _sum_over_shards(sums: Tensor, peak: Tensor, owned: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Bring the sums of a shard from its own peak to the peak of all shards, which is returned, and add them up."""
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.softcap, ctx.with_entropy, _, ctx.tile_elements, ctx.vocab_start, _ = inputs
+    _, entropy, _, top_ids_MK, logsumexp_M, tile = output
+    ctx.save_for_backward(*tensors, entropy, top_ids_MK, logsumexp_M, tile)
+    ctx.mark_non_differentiable(top_ids_MK, logsumexp_M, tile)
+    ctx.set_materialize_grads(False)
+
+
+def _grad(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    grad_logprobs, grad_entropy, grad_top, *_ = grads
+    grads = (grad_logprobs, grad_entropy if ctx.with_entropy else None, grad_top)
+    needs = [ctx.needs_input_grad[place] for place in (0, 1, 3)]
+    found = _linear_logprob_backward(*grads, *ctx.saved_tensors, ctx.softcap, ctx.tile_elements, ctx.vocab_start, needs)
+    hidden, weight, bias = (grad if need else None for grad, need in zip(found, needs, strict=True))
+    return hidden, weight, None, bias, *[None] * 8
+
+
+_linear_logprob.register_autograd(_grad, setup_context=_save)
+
+
+def _tile_numel(rows: int, vocab: int, tile_elements: int) -> int:
+    return min(tile_elements, rows * vocab)
+
+
+def _tiles(rows: int, vocab: int, tile_elements: int) -> tuple[list[slice], list[slice]]:
+    """Rows and columns of the tiles, as few as ``tile_elements`` allows and tall rather than wide."""
+    tall = min(rows, _TILE_ROWS, tile_elements)
+    return _slices(rows, tall), _slices(vocab, tile_elements // max(1, tall))
+
+
+def _slices(length: int, limit: int) -> list[slice]:
+    """Split evenly into the fewest slices of at most ``limit``, their borders at multiples of 64 where that fits."""
+    if length == 0:
+        return []
+    even = -(-length // -(-length // limit))
+    step = min(limit, -(-even // 64) * 64)
+    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
+
+
+def _product(hidden_MD: Tensor, weight_CD: Tensor, tile: Tensor) -> Tensor:
+    """Logits of some rows and columns, ``[M, C]``, at the front of ``tile``: fresh memory would cost page faults."""
+    out_MC = tile[: hidden_MD.shape[0] * weight_CD.shape[0]].view(-1, weight_CD.shape[0])
+    return torch.mm(hidden_MD, weight_CD.t(), out=out_MC)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
+    """``total += left @ right``, the first time without reading ``total``, which may be wider than the product."""
+    if total.dtype != left.dtype:
+        product = left @ right
+        total.copy_(product) if first else total.add_(product)
+    elif first:
+        torch.mm(left, right, out=total)
+    else:
+        total.addmm_(left, right)
+
+
+def _pulls(
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    grad_top: Tensor | None,
+    entropy: Tensor,
+    targets_M: Tensor,
+    top_ids_MK: Tensor,
+    logsumexp_M: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``pull``, ``chosen`` and ``pull_chosen`` of the gradient pass, from what backward is given."""
+    pull_M3 = logsumexp_M.new_zeros(*logsumexp_M.shape, 3)
+    ids, pulls = [targets_M[:, None]], [pull_M3[:, :1] if grad_logprobs is None else grad_logprobs[:, None]]
+    if grad_top is not None:
+        ids.append(top_ids_MK)
+        pulls.append(grad_top)
+    pull_chosen_MN = torch.cat(pulls, 1)
+    pull_M3[:, 0] = pull_chosen_MN.sum(1)
+    if grad_entropy is not None:
+        pull_M3[:, 1], pull_M3[:, 2] = grad_entropy, entropy
+    return pull_M3, torch.cat(ids, 1), pull_chosen_MN
+
+
+def _take(x: Any, rows: Tensor | None) -> Any:
+    return x if x is None or rows is None else x.index_select(0, rows)
+
+
+def _spread(x: Tensor, rows: Tensor, total: int) -> Tensor:
+    """The inverse of ``_take``: zeros where nothing was taken."""
+    return x.new_zeros(total, *x.shape[1:]).index_copy_(0, rows, x)
+
+
+def _top(scores_MC: Tensor, top_k: int, start: int) -> tuple[Tensor, Tensor]:
+    """The largest scores of a tile and their ids, largest first; of equal ones the lower id, unlike ``topk``."""
+    columns = scores_MC.shape[1]
+    least = scores_MC.topk(top_k, sorted=True).values[:, -1:]
+    rank = torch.arange(columns, 0, -1, dtype=torch.int32, device=scores_MC.device)
+    rank_MC = (scores_MC >= least) * rank
+    rank_MC += (scores_MC > least) * columns
+    index = rank_MC.topk(top_k).indices
+    return _merge(scores_MC.gather(1, index), index + start)
+
+
+def _merge(scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Sort candidates by score, equal ones by id."""
+    ids, order = ids.sort(1)
+    scores, by_score = scores.gather(1, order).sort(dim=1, descending=True, stable=True)
+    return scores, ids.gather(1, by_score)
+
+
+def _sum_over_shards(running_M4: Tensor, group: dist.ProcessGroup) -> None:
+    """Bring the statistics of a shard from its own peak to the peak of all shards, and add them up."""
+    peak, total, _, weighted = running_M4.unbind(1)
     top = peak.clone()
     dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-    below = peak - top
-    total, target, weighted = sums
-    weighted.add_(total * below)
-    target.add_(below * owned)
-    sums[::2].mul_(below.exp())
-    dist.all_reduce(sums, group=group)
-    return top
+    below = (peak - top).clamp(min=torch.finfo(top.dtype).min)
+    weighted.add_(total * below).mul_(below.exp())
+    total.mul_(below.exp())
+    dist.all_reduce(running_M4, group=group)
+    peak.copy_(top)
 
 
-def _tiles(weight_VD: Tensor, rows: int, tile: int) -> list[slice]:
-    """Rows of each tile; none where there is no vocabulary to score."""
-    if weight_VD.shape[0] == 0:
-        return []
-    return [slice(start, min(start + tile, rows)) for start in range(0, rows, tile)]
-
-
-def _tile_buffers(tile: int, weight_VD: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Two tiles ``[tile, V]`` that every step reuses: fresh ones would cost more in page faults than in arithmetic."""
-    return [weight_VD.new_empty(tile, weight_VD.shape[0], dtype=dtype) for _ in range(2)]
-
-
-def _scores(hidden_MD: Tensor, weight_VD: Tensor, temperature: Tensor | None, rows: slice, out: Tensor) -> None:
-    """Write logits of some rows, divided by their temperature, into ``out [rows, V]``."""
-    if out.dtype == hidden_MD.dtype:
-        torch.mm(hidden_MD[rows], weight_VD.t(), out=out)
-    else:
-        out.copy_(hidden_MD[rows] @ weight_VD.t())
-    if temperature is not None:
-        out.div_(temperature[rows, None])
+def _top_of_shards(scores_MK: Tensor, ids_MK: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    if scores_MK.shape[1] == 0:
+        return scores_MK, ids_MK
+    gathered: list[list[Tensor]] = []
+    for x in (scores_MK, ids_MK):
+        gathered.append([torch.empty_like(x) for _ in range(group.size())])
+        dist.all_gather(gathered[-1], x, group=group)
+    scores, ids = _merge(*(torch.cat(parts, 1) for parts in gathered))
+    return scores[:, : scores_MK.shape[1]].contiguous(), ids[:, : ids_MK.shape[1]].contiguous()

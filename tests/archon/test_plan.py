@@ -82,7 +82,7 @@ def saved_bytes(config: ModelConfig, dtype: torch.dtype, lengths: list[int], **o
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         columns = model(ids, position_ids, cu_seqlens, head=Head(torch.arange(tokens - 1), ids[1:]))
     assert columns.requires_grad
-    return sum(storage.nbytes() for storage in kept.values()) - 4 * (tokens - 1) * config.vocab_size
+    return sum(storage.nbytes() for storage in kept.values()) - dtype.itemsize * (tokens - 1) * config.vocab_size
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -1,0 +1,113 @@
+"""The gate in float64 by plain sorting, and inputs whose choices do not hang on rounding; for the tests of routing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from archon_kernels.routing import topk_gate
+
+GATES: dict[str, dict[str, Any]] = {
+    "softmax": {"renormalize": False},
+    "qwen3": {"renormalize": True},
+    "biased": {"renormalize": True, "bias": True},
+    "deepseek_v2": {"renormalize": False, "scale": 16.0, "n_groups": 8, "groups_per_token": 3},
+    "deepseek_v3": {
+        "renormalize": True,
+        "scores": "sigmoid",
+        "scale": 2.5,
+        "n_groups": 8,
+        "groups_per_token": 4,
+        "group_score_top": 2,
+        "bias": True,
+    },
+    "sigmoid": {"renormalize": False, "scores": "sigmoid"},
+}
+"""Arguments of ``topk_gate``; ``bias`` stands for a bias of the choice."""
+
+
+GRADIENT = {torch.float32: (1e-6, 1e-6), torch.bfloat16: (8e-3, 1e-6), torch.float64: (1e-12, 1e-12)}
+"""Relative and absolute tolerance of a gradient, by the dtype of the logits; that of bf16 logits is
+rounded to bf16, which the interpreter of Triton does by cutting the rest off."""
+
+
+def options(gate: str, experts: int, top_k: int) -> dict[str, Any]:
+    """The arguments of a gate, with as many of its groups as the experts allow."""
+    chosen = dict(GATES[gate])
+    if chosen.pop("bias", False):
+        chosen["selection_bias_E"] = (torch.arange(experts) * 7 % 3) * 0.5
+    n_groups = chosen.get("n_groups", 1)
+    if experts // n_groups * chosen.get("groups_per_token", 1) < top_k or experts // n_groups < 2:
+        for name in ("n_groups", "groups_per_token", "group_score_top"):
+            chosen.pop(name, None)
+    return chosen
+
+
+def spaced_logits(tokens: int, experts: int, seed: int = 0) -> Tensor:
+    """``[T, E]`` fp32 logits at least 1/32 apart, exact in bf16; positive, as sigmoids add up to 1 in pairs of ± x."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.rand(tokens, experts, generator=generator).argsort(-1)
+    return (order + 1) / 32
+
+
+def true_gate(
+    logits: Tensor,
+    top_k: int,
+    *,
+    renormalize: bool,
+    scores: str = "softmax",
+    scale: float = 1.0,
+    n_groups: int = 1,
+    groups_per_token: int = 1,
+    group_score_top: int = 1,
+    selection_bias_E: Tensor | None = None,
+    indices_TK: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``topk_gate`` in float64, its choices made by Python's sort one token at a time."""
+    logits = logits.double()
+    values = logits.softmax(-1) if scores == "softmax" else 1 / (1 + (-logits).exp())
+    experts = logits.shape[1]
+    size = experts // n_groups
+    bias = [0.0] * experts if selection_bias_E is None else selection_bias_E.tolist()
+    rows = []
+    for token, row in enumerate(values.tolist()):
+        selection = [value + extra for value, extra in zip(row, bias, strict=True)]
+        members = [range(group * size, (group + 1) * size) for group in range(n_groups)]
+        judged = [sum(sorted((selection[e] for e in member), reverse=True)[:group_score_top]) for member in members]
+        groups = sorted(range(n_groups), key=lambda group: (-judged[group], group))[:groups_per_token]
+        allowed = [e for group in groups for e in members[group]]
+        own = sorted(allowed, key=lambda e: (-selection[e], e))[:top_k]
+        recorded = [-1] * top_k if indices_TK is None else indices_TK[token].tolist()
+        rows.append([mine if given < 0 else given for mine, given in zip(own, recorded, strict=True)])
+    indices = torch.tensor(rows, dtype=torch.long).view(len(rows), top_k)
+    weights = values.gather(-1, indices)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if scores == "sigmoid" else 0.0))
+    return weights * scale, indices
+
+
+def random_choices(tokens: int, experts: int, top_k: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(tokens, experts, generator=generator).argsort(-1)[:, :top_k]
+
+
+def assert_equals_truth(logits: Tensor, top_k: int, arguments: dict[str, Any]) -> None:
+    """Weights, choices and gradient."""
+    dtype = logits.dtype
+    logits = logits.clone().requires_grad_()
+    exact = logits.detach().double().requires_grad_()
+    weights, indices = topk_gate(logits, top_k, **arguments)
+    expected, choices = true_gate(exact, top_k, **arguments)
+    assert weights.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert indices.dtype == torch.long and torch.equal(indices, choices)
+    close = 1e-12 if dtype == torch.float64 else 1e-6
+    scale = arguments.get("scale", 1.0)
+    torch.testing.assert_close(weights.double(), expected, rtol=close, atol=close * scale)
+    pull = torch.randn(weights.shape, generator=torch.Generator().manual_seed(1)).to(weights.dtype)
+    weights.backward(pull)
+    expected.backward(pull.double())
+    assert logits.grad is not None and exact.grad is not None and logits.grad.dtype == dtype
+    relative, absolute = GRADIENT[dtype]
+    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=relative, atol=absolute * scale)
