@@ -82,7 +82,7 @@ def build() -> Path:
             shutil.rmtree(leftover)
         try:
             _compile(compiler, sources, library)
-        except RuntimeError as error:
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
             failure.write_text(f"{error}")
             raise
     return library

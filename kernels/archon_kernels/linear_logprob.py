@@ -265,8 +265,8 @@ def _linear_logprob(
             bad = low if low < 0 else high
             raise ValueError(f"target {bad} is not in [0, {weight_VD.shape[0]}): mask rows that have no target")
     wide = _wide(hidden_MD)
-    bias_V = None if bias_V is None else bias_V.to(wide)
-    temperature = None if temperature is None else temperature.to(wide)
+    bias_V = None if bias_V is None else bias_V.to(wide).contiguous()
+    temperature = None if temperature is None else temperature.to(wide).contiguous()
     statistics = choose(_STATISTICS, hidden_MD.device)
     targets_M = targets_M - vocab_start
     running_M4 = hidden_MD.new_zeros(*targets_M.shape, 4, dtype=wide)
@@ -354,8 +354,8 @@ def _linear_logprob_backward(
         _take(x, kept) for x in (hidden_MD, temperature, logsumexp_M, pull_M3, chosen_MN, pull_chosen_MN)
     )
     wide = logsumexp_M.dtype
-    bias_wide = None if bias_V is None else bias_V.to(wide)
-    temperature = None if temperature is None else temperature.to(wide)
+    bias_wide = None if bias_V is None else bias_V.to(wide).contiguous()
+    temperature = None if temperature is None else temperature.to(wide).contiguous()
     gradient = choose(_GRADIENT, hidden_MD.device)
     chosen_MN = chosen_MN - vocab_start
     row_tiles, column_tiles = _tiles(hidden_MD.shape[0], weight_VD.shape[0], tile_elements)

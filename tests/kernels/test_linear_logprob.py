@@ -457,3 +457,12 @@ def test_arguments_that_do_not_fit_are_refused(options: dict[str, Any], message:
     }
     with pytest.raises(ValueError, match=message):
         linear_logprob(**{**arguments, **options})
+
+
+def test_strided_temperature_and_bias_are_read_by_their_strides() -> None:
+    hidden, weight, targets, temperature, _ = inputs(7, 16, 101, torch.float32)
+    bias = torch.randn(101, 2, generator=torch.Generator().manual_seed(3))[:, 0]
+    for given in (torch.tensor([0.5]).expand(7), temperature.repeat_interleave(3)[::3]):
+        found = linear_logprob(hidden, weight, targets, temperature=given, bias_V=bias).logprobs
+        dense = linear_logprob(hidden, weight, targets, temperature=given.clone(), bias_V=bias.clone()).logprobs
+        assert torch.equal(found, dense) and found.isfinite().all()
