@@ -107,6 +107,9 @@ ARCHON_INLINE void turn_head(const scalar_t* x, const acc_t* cos, const acc_t* s
 Tensor rotate(const Tensor& x_THd, const Tensor& cos_Td, const Tensor& sin_Td, bool inverse) {
   const Tensor x = x_THd.stride(2) == 1 ? x_THd : x_THd.contiguous();
   const int64_t tokens = x.size(0), heads = x.size(1), size = x.size(2);
+  TORCH_CHECK(size % 2 == 0, "heads have pairs of numbers to rotate, not ", size);
+  TORCH_CHECK(cos_Td.numel() == tokens * size && sin_Td.numel() == tokens * size, "tables of ", cos_Td.numel(), " and ",
+              sin_Td.numel(), " numbers for ", tokens, " tokens of ", size, ": pass one row for each token");
   Tensor out = at::empty({tokens, heads, size}, x.options());
   ARCHON_DISPATCH(x.scalar_type(), "rotate", [&] {
     using acc_t = wide_t<scalar_t>;

@@ -171,6 +171,8 @@ Tensor topk_gate_backward(const Tensor& grad_TK, const Tensor& logits_TE, const 
 
 Tensor count_experts(const Tensor& indices_TK, int64_t num_experts, const std::optional<Tensor>& mask_T) {
   const Tensor indices = indices_TK.contiguous();
+  TORCH_CHECK(!mask_T || mask_T->numel() == indices_TK.size(0), "a mask of ", mask_T ? mask_T->numel() : 0, " for ",
+              indices_TK.size(0), " tokens");
   const Tensor mask = mask_T ? mask_T->contiguous() : Tensor();
   const bool* counted = mask_T ? mask.const_data_ptr<bool>() : nullptr;
   Tensor counts = at::empty({num_experts}, indices.options());

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from archon_kernels.dispatch import choose, cpp, triton
+from archon_kernels.dtypes import wide_dtype
 
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 _NATIVE_ALIGNMENT = 16  # bytes that every stride must be a multiple of
@@ -99,20 +100,16 @@ def _slices(counts_E: Tensor) -> Iterator[tuple[int, slice]]:
 
 def _reference_swiglu(rows_ND: Tensor, gate_up_EFD: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor]:
     product_NF = _reference_linear(rows_ND, gate_up_EFD, counts_E)
-    gate, up = product_NF.to(_wide(product_NF)).chunk(2, dim=-1)
+    gate, up = product_NF.to(wide_dtype(product_NF)).chunk(2, dim=-1)
     return (F.silu(gate) * up).to(rows_ND.dtype), product_NF
 
 
 def _reference_swiglu_backward(grad_NF: Tensor, product_NF: Tensor) -> Tensor:
-    wide = _wide(product_NF)
+    wide = wide_dtype(product_NF)
     gate, up = product_NF.to(wide).chunk(2, dim=-1)
     grad, sigmoid = grad_NF.to(wide), gate.sigmoid()
     grad_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
     return torch.cat([grad_gate, grad * gate * sigmoid], dim=-1).to(product_NF.dtype)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 _LINEAR = {

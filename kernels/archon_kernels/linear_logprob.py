@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from archon_kernels.dispatch import choose, cpp, triton
+from archon_kernels.dtypes import wide_dtype
 
 _TILE_ELEMENTS_CPU = 1 << 23
 """16 MiB in bf16: smaller tiles make thin matrix products, larger ones leave the cache."""
@@ -213,16 +214,12 @@ def _reference_gradient(
 
 def _scores(logits_MC: Tensor, bias_C: Tensor | None, temperature: Tensor | None, softcap: float) -> Tensor:
     """The scores of a tile of logits, a new tensor in fp32 or fp64."""
-    scores_MC = logits_MC.to(_wide(logits_MC), copy=True)
+    scores_MC = logits_MC.to(wide_dtype(logits_MC), copy=True)
     if bias_C is not None:
         scores_MC.add_(bias_C)
     if softcap:
         scores_MC.div_(softcap).tanh_().mul_(softcap)
     return scores_MC if temperature is None else scores_MC.div_(temperature[:, None])
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 _STATISTICS = {
@@ -264,7 +261,7 @@ def _linear_logprob(
         if low < 0 or high >= weight_VD.shape[0]:
             bad = low if low < 0 else high
             raise ValueError(f"target {bad} is not in [0, {weight_VD.shape[0]}): mask rows that have no target")
-    wide = _wide(hidden_MD)
+    wide = wide_dtype(hidden_MD)
     bias_V = None if bias_V is None else bias_V.to(wide).contiguous()
     temperature = None if temperature is None else temperature.to(wide).contiguous()
     statistics = choose(_STATISTICS, hidden_MD.device)
@@ -313,7 +310,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     *_, with_entropy, top_k, tile_elements, _, _ = others
     rows = targets_M.shape[0]
-    logprobs = hidden_MD.new_empty(rows, dtype=_wide(hidden_MD))
+    logprobs = hidden_MD.new_empty(rows, dtype=wide_dtype(hidden_MD))
     return (
         logprobs,
         logprobs.new_empty(rows if with_entropy else 0),

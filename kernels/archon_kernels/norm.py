@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from archon_kernels.dispatch import choose, cpp
+from archon_kernels.dtypes import wide_dtype
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -29,7 +30,7 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def _reference(x_ND: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    wide = x_ND.to(_wide(x_ND))
+    wide = x_ND.to(wide_dtype(x_ND))
     scale = torch.rsqrt(wide.square().mean(-1) + eps)
     return (wide * scale.unsqueeze(-1) * weight_D.to(x_ND.dtype).to(wide.dtype)).to(x_ND.dtype), scale
 
@@ -40,10 +41,6 @@ def _reference_backward(grad_ND: Tensor, x_ND: Tensor, weight_D: Tensor, scale_N
     pull = grad * weight_D.to(x_ND.dtype).to(scale_N.dtype)
     grad_x = scale * (pull - normal * (pull * normal).mean(-1, keepdim=True))
     return grad_x.to(x_ND.dtype), (grad * normal).sum(0).to(weight_D.dtype)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 _FORWARD = {"cpp": cpp("rms_norm"), "reference": _reference}
@@ -57,7 +54,7 @@ def _rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tenso
 
 @_rms_norm.register_fake
 def _(x_ND: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return x_ND.new_empty(x_ND.shape), x_ND.new_empty(x_ND.shape[0], dtype=_wide(x_ND))
+    return x_ND.new_empty(x_ND.shape), x_ND.new_empty(x_ND.shape[0], dtype=wide_dtype(x_ND))
 
 
 @torch.library.custom_op("archon::rms_norm_backward", mutates_args=())

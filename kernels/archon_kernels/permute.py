@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from archon_kernels.dispatch import choose, cpp, triton
+from archon_kernels.dtypes import wide_dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,27 +94,23 @@ def _reference_permute(hidden_TD: Tensor, source: Tensor, top_k: int) -> Tensor:
 
 def _reference_permute_backward(grad_ND: Tensor, position: Tensor, top_k: int) -> Tensor:
     grad_TKD = grad_ND.index_select(0, position).unflatten(0, (-1, top_k))
-    return grad_TKD.sum(1, dtype=_wide(grad_ND)).to(grad_ND.dtype)
+    return grad_TKD.sum(1, dtype=wide_dtype(grad_ND)).to(grad_ND.dtype)
 
 
 def _reference_combine(rows_ND: Tensor, weights_TK: Tensor, position: Tensor) -> Tensor:
     rows_TKD = rows_ND.index_select(0, position).unflatten(0, weights_TK.shape)
-    return (rows_TKD * weights_TK.to(_wide(rows_ND)).unsqueeze(-1)).sum(1).to(rows_ND.dtype)
+    return (rows_TKD * weights_TK.to(wide_dtype(rows_ND)).unsqueeze(-1)).sum(1).to(rows_ND.dtype)
 
 
 def _reference_combine_backward(
     grad_TD: Tensor, rows_ND: Tensor, weights_TK: Tensor, source: Tensor, position: Tensor
 ) -> tuple[Tensor, Tensor]:
-    wide = _wide(rows_ND)
+    wide = wide_dtype(rows_ND)
     grad_TKD = grad_TD.to(wide).unsqueeze(1).expand(-1, weights_TK.shape[1], -1)
     grad_weights = (rows_ND.index_select(0, position).unflatten(0, weights_TK.shape).to(wide) * grad_TKD).sum(-1)
     grad_rows = rows_ND.new_zeros(rows_ND.shape)
     grad_rows[position] = (grad_TKD * weights_TK.to(wide).unsqueeze(-1)).flatten(0, 1).to(rows_ND.dtype)
     return grad_rows, grad_weights.to(weights_TK.dtype)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 _SORT = {

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from archon_kernels.dispatch import choose, triton
+from archon_kernels.dtypes import wide_dtype
 
 MAX_LOG_RATIO = 80.0
 """Bound of a log-ratio before ``exp``: an overflow to inf would turn the gradient of a clipped token into NaN."""
@@ -69,7 +70,7 @@ def masked_policy_loss(
 
 def log_ratios(numerator: Tensor, denominator: Tensor, mask: Tensor) -> Tensor:
     """``numerator - denominator`` in fp32 or better under the mask, 0 elsewhere, whatever hides there."""
-    dtype = _wide(numerator, denominator)
+    dtype = wide_dtype(numerator, denominator)
     zero = torch.zeros((), dtype=dtype, device=mask.device)
     return torch.where(mask, numerator.to(dtype), zero) - torch.where(mask, denominator.to(dtype), zero)
 
@@ -108,10 +109,6 @@ def _reference_policy_loss(
     return torch.where(mask_T, loss, 0.0), torch.where(mask_T, slope, 0.0), sums
 
 
-def _wide(logprobs: Tensor, proximal: Tensor) -> torch.dtype:
-    return torch.promote_types(torch.promote_types(logprobs.dtype, proximal.dtype), torch.float32)
-
-
 _POLICY_LOSS = {"triton": triton("policy_loss", "policy_loss"), "reference": _reference_policy_loss}
 
 
@@ -132,7 +129,7 @@ def _policy_loss(
 
 @_policy_loss.register_fake
 def _(logprobs_T: Tensor, proximal_T: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    loss_T = logprobs_T.new_empty(logprobs_T.shape, dtype=_wide(logprobs_T, proximal_T))
+    loss_T = logprobs_T.new_empty(logprobs_T.shape, dtype=wide_dtype(logprobs_T, proximal_T))
     return loss_T, torch.empty_like(loss_T), logprobs_T.new_empty(5, dtype=torch.float64)
 
 

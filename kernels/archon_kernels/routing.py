@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from archon_kernels.dispatch import choose, cpp, triton
+from archon_kernels.dtypes import wide_dtype
 
 Scores = Literal["softmax", "sigmoid"]
 SCORES: tuple[Scores, ...] = get_args(Scores)
@@ -163,7 +164,7 @@ def _reference_count(indices_TK: Tensor, num_experts: int, mask_T: Tensor | None
 
 
 def _scores(logits_TE: Tensor, sigmoid: bool) -> Tensor:
-    wide_TE = logits_TE.to(_wide(logits_TE))
+    wide_TE = logits_TE.to(wide_dtype(logits_TE))
     return wide_TE.sigmoid() if sigmoid else wide_TE.softmax(-1)
 
 
@@ -174,10 +175,6 @@ def _largest(x: Tensor, count: int) -> Tensor:
 
 def _epsilon(sigmoid: bool) -> float:
     return SIGMOID_EPSILON if sigmoid else 0.0
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 _GATE = {"triton": triton("routing", "gate"), "cpp": cpp("topk_gate"), "reference": _reference_gate}
@@ -210,7 +207,7 @@ def _gate(
 @_gate.register_fake
 def _(logits_TE: Tensor, top_k: int, *_: Any) -> tuple[Tensor, Tensor]:
     shape = (logits_TE.shape[0], top_k)
-    return logits_TE.new_empty(shape, dtype=_wide(logits_TE)), logits_TE.new_empty(shape, dtype=torch.long)
+    return logits_TE.new_empty(shape, dtype=wide_dtype(logits_TE)), logits_TE.new_empty(shape, dtype=torch.long)
 
 
 @torch.library.custom_op("archon::topk_gate_backward", mutates_args=())

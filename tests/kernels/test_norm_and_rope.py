@@ -105,6 +105,12 @@ def test_rotation_reads_strided_heads() -> None:
     torch.testing.assert_close(rotate(strided, cos, sin), rotate(strided.contiguous(), cos, sin), rtol=0, atol=0)
 
 
+def test_tables_for_other_tokens_are_refused() -> None:
+    cos, sin = cos_sin(RopeConfig(10_000.0), 16, torch.arange(5))
+    with pytest.raises(RuntimeError, match="one row for each token|must match the size"):
+        rotate(draw(9, 2, 16, dtype=torch.float32), cos, sin)
+
+
 def test_opcheck_and_one_graph() -> None:
     x, weight = draw(5, 16, dtype=torch.float32), draw(16, dtype=torch.float32, seed=1)
     torch.library.opcheck(_rms_norm, (x, weight, EPS))

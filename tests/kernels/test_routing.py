@@ -206,3 +206,8 @@ def test_compiles_without_a_graph_break(gate: str) -> None:
 
     for ours, plain in zip(run(torch.compile(loss, backend="aot_eager", fullgraph=True)), run(loss), strict=True):
         assert torch.equal(ours, plain)
+
+
+def test_a_mask_of_another_length_is_refused() -> None:
+    with pytest.raises(RuntimeError):
+        count_experts(torch.zeros(8, 2, dtype=torch.long), 4, torch.ones(3, dtype=torch.bool))
