@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-
-os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
 import torch

@@ -6,10 +6,6 @@ the same logits, so only the rounding of the gradients differs: 1e-2 of the norm
 
 from __future__ import annotations
 
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"
-
 import pytest
 import torch
 from torch import Tensor

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"
-
 import pytest
 import torch
 from routing_cases import GATES, assert_equals_truth, options, random_choices, spaced_logits
