@@ -18,7 +18,7 @@ from archon.models.config import ModelConfig
 from archon.options import Options
 
 _FP32 = 4
-_KEPT_OPS = ("mm", "addmm", "bmm", "grouped_", "_grouped_mm", "_scaled_dot_product")
+_KEPT_OPS = ("mm", "addmm", "bmm", "grouped_", "_grouped_mm", "_scaled_dot_product", "packed_attention")
 """Beginnings of the names of operations whose results selective recomputation keeps.
 
 Collectives are not among them: they fill a buffer of their caller, so what they return cannot stand for running them.

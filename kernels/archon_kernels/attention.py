@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from archon_kernels.dispatch import choose
+from archon_kernels.dtypes import wide_dtype
 
 _LONG = 256
 """Tokens from which a document only shares a call with equally long neighbours; shorter ones of similar length do."""
@@ -79,10 +80,58 @@ def packed_attention(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, documents: Doc
     Returns:
         ``[T, H, d]``, scores scaled by ``d ** -0.5``. Differentiable in q, k and v.
     """
-    return choose({"reference": _packed_attention}, q_THd.device)(q_THd, k_TGd, v_TGd, documents)
+    if _in_cpp(q_THd.device):
+        return _packed_attention(q_THd, k_TGd, v_TGd, documents.cu_seqlens)[0]
+    return _padded_attention(q_THd, k_TGd, v_TGd, documents)
 
 
-def _packed_attention(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, documents: Documents) -> Tensor:
+@torch.compiler.assume_constant_result
+def _in_cpp(device: torch.device) -> bool:
+    return choose({"cpp": True, "reference": False}, device)
+
+
+@torch.library.custom_op("archon::packed_attention", mutates_args=())
+def _packed_attention(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """The output, and the log of the sum of exp of each query's scores, ``[T, H]``."""
+    return torch.ops.archon_cpp.packed_attention(q_THd, k_TGd, v_TGd, cu_seqlens)
+
+
+@_packed_attention.register_fake
+def _(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    tokens, heads, _ = q_THd.shape
+    return q_THd.new_empty(tokens, heads, v_TGd.shape[2]), q_THd.new_empty(tokens, heads, dtype=wide_dtype(q_THd))
+
+
+@torch.library.custom_op("archon::packed_attention_backward", mutates_args=())
+def _packed_attention_backward(
+    grad_THd: Tensor, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, cu_seqlens: Tensor, out_THd: Tensor, lse_TH: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.ops.archon_cpp.packed_attention_backward(grad_THd, q_THd, k_TGd, v_TGd, cu_seqlens, out_THd, lse_TH)
+
+
+@_packed_attention_backward.register_fake
+def _(
+    grad_THd: Tensor, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, cu_seqlens: Tensor, out_THd: Tensor, lse_TH: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q_THd.new_empty(q_THd.shape), k_TGd.new_empty(k_TGd.shape), v_TGd.new_empty(v_TGd.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, *output)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _grad(ctx: Any, grad_THd: Tensor | None, _: None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    if grad_THd is None:
+        return None, None, None, None
+    return *_packed_attention_backward(grad_THd, *ctx.saved_tensors), None
+
+
+_packed_attention.register_autograd(_grad, setup_context=_save)
+
+
+def _padded_attention(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, documents: Documents) -> Tensor:
     sizes = [count * length for count, length in documents.buckets]
     columns = [_Pad.apply(x, documents).split(sizes) for x in (q_THd, k_TGd, v_TGd)]
     outputs = []

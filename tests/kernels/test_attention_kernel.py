@@ -8,13 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from archon_kernels import extension
 from archon_kernels.attention import Documents, packed_attention
+
+IMPLEMENTATIONS = ("cpp", "reference")
 
 
 def truth(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    outputs, start = [q[:0]], 0
+    outputs, start = [v[:0]], 0
     for length in lengths:
         part = slice(start, start + length)
         scores = torch.einsum("ihd,jhd->hij", q[part], k[part]) * q.shape[-1] ** -0.5
@@ -47,13 +50,17 @@ def check(lengths: list[int], heads: int, kv_heads: int, width: int, seed: int =
         assert (tensor.grad.double() - reference.grad).norm() <= 1e-5 * max(float(reference.grad.norm()), 1e-3)
 
 
+@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)], ids=str)
 @pytest.mark.parametrize(
     "lengths",
     [[], [1], [0, 3, 0], [1, 2, 37, 5, 64], [5, 5, 5], [300, 2, 257, 300], [13, 8, 9, 14, 11, 10] * 4, [0, 1, 2, 3]],
     ids=str,
 )
-def test_equals_dense_softmax(lengths: list[int], heads: tuple[int, int]) -> None:
+def test_equals_dense_softmax(
+    lengths: list[int], heads: tuple[int, int], kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ARCHON_KERNELS", kernels)
     check(lengths, *heads, width=8)
 
 
@@ -86,8 +93,10 @@ def test_equal_or_long_documents_are_not_copied(lengths: list[int]) -> None:
     assert Documents.from_cu_seqlens(borders(lengths)).source is None
 
 
+@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_junk_in_one_document_stays_in_it(poison: float) -> None:
+def test_junk_in_one_document_stays_in_it(poison: float, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ARCHON_KERNELS", kernels)
     lengths = [5, 9, 7]
     tensors = [torch.randn(sum(lengths), 2, 4) for _ in range(3)]
     documents = Documents.from_cu_seqlens(borders(lengths))
@@ -103,10 +112,56 @@ def test_junk_in_one_document_stays_in_it(poison: float) -> None:
         assert torch.isfinite(tensor.grad[kept]).all()
 
 
-def test_bf16_has_bf16_accuracy() -> None:
-    lengths = [3, 17, 40]
-    tensors = [torch.randn(60, 2, 8).bfloat16() for _ in range(3)]
-    out = packed_attention(*tensors, Documents.from_cu_seqlens(borders(lengths)))
+@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
+def test_bf16_has_bf16_accuracy(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1e-2 of the norm of the output and of each gradient."""
+    monkeypatch.setenv("ARCHON_KERNELS", kernels)
+    lengths = [3, 17, 140]
+    ours = [torch.randn(160, heads, 8).bfloat16().requires_grad_() for heads in (4, 2, 2)]
+    right = [tensor.detach().double().requires_grad_() for tensor in ours]
+    out = packed_attention(*ours, Documents.from_cu_seqlens(borders(lengths)))
     assert out.dtype == torch.bfloat16
-    expected = truth(*(tensor.double() for tensor in tensors), lengths)
+    expected = truth(*right, lengths)
     assert (out.double() - expected).norm() <= 1e-2 * expected.norm()
+    pull = torch.randn(160, 4, 8)
+    out.backward(pull.bfloat16())
+    expected.backward(pull.double())
+    for tensor, reference in zip(ours, right, strict=True):
+        assert (tensor.grad.double() - reference.grad).norm() <= 1e-2 * reference.grad.norm()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_float64_is_computed_in_float64(threads: int) -> None:
+    """Few long documents, so that with two threads these share the products; values narrower than keys."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    shapes = [(150, 2, 6), (150, 1, 6), (150, 1, 3)]
+    ours = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    documents = Documents.from_cu_seqlens(borders([150]))
+    out = packed_attention(*ours, documents)
+    grads = torch.autograd.grad(out.sin().sum(), ours)
+    torch.set_num_threads(before)
+    expected = truth(*ours, [150])
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    for ours_grad, theirs in zip(grads, torch.autograd.grad(expected.sin().sum(), ours), strict=True):
+        torch.testing.assert_close(ours_grad, theirs, rtol=1e-10, atol=1e-11)
+
+
+def test_the_op_is_registered_whole_and_compiles_without_a_break() -> None:
+    assert extension.load(), extension.problem()
+    tensors = [torch.randn(20, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
+    torch.library.opcheck(torch.ops.archon.packed_attention, (*tensors, borders([3, 17])))
+    documents = Documents.from_cu_seqlens(borders([3, 17]))
+    compiled = torch.compile(lambda *args: packed_attention(*args, documents), backend="aot_eager", fullgraph=True)
+    expected = torch.autograd.grad(packed_attention(*tensors, documents).sum(), tensors)
+    for ours, theirs in zip(torch.autograd.grad(compiled(*tensors).sum(), tensors), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_the_op_names_what_does_not_fit() -> None:
+    assert extension.load(), extension.problem()
+    q, k = torch.randn(4, 4, 8), torch.randn(4, 3, 8)
+    with pytest.raises(RuntimeError, match=r"queries \[4, 4, 8\] do not fit keys \[4, 3, 8\]"):
+        torch.ops.archon.packed_attention(q, k, k, borders([4]))
+    with pytest.raises(RuntimeError, match="cu_seqlens must rise from 0 to 4"):
+        torch.ops.archon.packed_attention(q, q, q, borders([5]))
