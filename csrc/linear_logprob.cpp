@@ -1,4 +1,4 @@
-// The passes over a tile of logits of the LM head; see archon_kernels/linear_logprob.py, whose references state them.
+// The passes over a tile of logits of the LM head; see archon_kernels/logprob_tiles.py, whose references state them.
 
 #include <cmath>
 #include <limits>

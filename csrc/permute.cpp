@@ -41,18 +41,20 @@ std::tuple<Tensor, Tensor, Tensor> sort_by_expert(const Tensor& indices_TK, int6
 }
 
 Tensor permute(const Tensor& hidden_TD, const Tensor& source, int64_t top_k) {
-  const Tensor hidden = hidden_TD.contiguous();
-  const int64_t rows = source.numel(), width = hidden.size(1);
+  const Tensor hidden = hidden_TD.contiguous(), places = source.contiguous();
+  const int64_t rows = source.numel(), tokens = hidden.size(0), width = hidden.size(1);
   Tensor out = at::empty({rows, width}, hidden.options());
   const int64_t bytes = width * hidden.element_size();
   const char* in = static_cast<const char*>(hidden.const_data_ptr());
   char* to = static_cast<char*>(out.mutable_data_ptr());
-  const int64_t* from = source.const_data_ptr<int64_t>();
+  const int64_t* from = places.const_data_ptr<int64_t>();
   at::parallel_for(0, rows, row_grain(width), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       if (from[row] < 0) {
         std::memset(to + row * bytes, 0, bytes);
       } else {
+        TORCH_CHECK(from[row] / top_k < tokens, "row ", row, " comes from pair ", from[row], ", but there are ", tokens,
+                    " tokens with ", top_k, " choices each");
         std::memcpy(to + row * bytes, in + from[row] / top_k * bytes, bytes);
       }
     }
@@ -61,21 +63,29 @@ Tensor permute(const Tensor& hidden_TD, const Tensor& source, int64_t top_k) {
 }
 
 // Each token's sum over its K rows, each times its weight; all weights are 1 where `weights` is null.
-template <typename scalar_t, typename weight_t>
-void sum_rows(const scalar_t* rows, const weight_t* weights, const int64_t* position, scalar_t* out, int64_t tokens,
-              int64_t top_k, int64_t width) {
+template <typename scalar_t>
+void sum_rows(const Tensor& rows_ND, const wide_t<scalar_t>* weights, const Tensor& position, scalar_t* out,
+              int64_t tokens, int64_t top_k) {
   using acc_t = wide_t<scalar_t>;
+  const int64_t count = rows_ND.size(0), width = rows_ND.size(1);
+  TORCH_CHECK(position.numel() == tokens * top_k, position.numel(), " positions for ", tokens, " tokens with ", top_k,
+              " choices each");
+  const Tensor places = position.contiguous();
+  const scalar_t* rows = rows_ND.const_data_ptr<scalar_t>();
+  const int64_t* place = places.const_data_ptr<int64_t>();
   at::parallel_for(0, tokens, row_grain(width * top_k), [&](int64_t begin, int64_t end) {
     std::vector<acc_t> sum(width);
     for (int64_t token = begin; token < end; ++token) {
       std::fill(sum.begin(), sum.end(), acc_t(0));
       for (int64_t k = 0; k < top_k; ++k) {
-        const scalar_t* row = rows + position[token * top_k + k] * width;
-        const acc_t weight = weights == nullptr ? acc_t(1) : static_cast<acc_t>(weights[token * top_k + k]);
-        for (int64_t d = 0; d < width; ++d) sum[d] += weight * static_cast<acc_t>(row[d]);
+        const int64_t pair = token * top_k + k, from = place[pair];
+        TORCH_CHECK(from >= 0 && from < count, "pair ", pair, " lies in row ", from, " of ", count);
+        const scalar_t* row = rows + from * width;
+        const acc_t weight = weights == nullptr ? acc_t(1) : weights[pair];
+        for (int64_t d = 0; d < width; ++d) sum[d] += weight * widen(row[d]);
       }
       scalar_t* to = out + token * width;
-      for (int64_t d = 0; d < width; ++d) to[d] = static_cast<scalar_t>(sum[d]);
+      for (int64_t d = 0; d < width; ++d) narrow(sum[d], to[d]);
     }
   });
 }
@@ -85,8 +95,7 @@ Tensor permute_backward(const Tensor& grad_ND, const Tensor& position, int64_t t
   const int64_t tokens = position.numel() / top_k, width = grad.size(1);
   Tensor out = at::empty({tokens, width}, grad.options());
   ARCHON_DISPATCH(grad.scalar_type(), "permute_backward", [&] {
-    sum_rows<scalar_t, scalar_t>(grad.const_data_ptr<scalar_t>(), nullptr, position.const_data_ptr<int64_t>(),
-                                 out.mutable_data_ptr<scalar_t>(), tokens, top_k, width);
+    sum_rows<scalar_t>(grad, nullptr, position, out.mutable_data_ptr<scalar_t>(), tokens, top_k);
   });
   return out;
 }
@@ -98,9 +107,8 @@ Tensor combine(const Tensor& rows_ND, const Tensor& weights_TK, const Tensor& po
   ARCHON_DISPATCH(rows.scalar_type(), "combine", [&] {
     using acc_t = wide_t<scalar_t>;
     const Tensor weights = weights_TK.to(c10::CppTypeToScalarType<acc_t>::value).contiguous();
-    sum_rows<scalar_t, acc_t>(rows.const_data_ptr<scalar_t>(), weights.const_data_ptr<acc_t>(),
-                              position.const_data_ptr<int64_t>(), out.mutable_data_ptr<scalar_t>(), tokens, top_k,
-                              width);
+    sum_rows<scalar_t>(rows, weights.const_data_ptr<acc_t>(), position, out.mutable_data_ptr<scalar_t>(), tokens,
+                       top_k);
   });
   return out;
 }
@@ -109,17 +117,18 @@ Tensor combine(const Tensor& rows_ND, const Tensor& weights_TK, const Tensor& po
 template <typename scalar_t, typename acc_t>
 acc_t scale_and_dot(const scalar_t* __restrict gradient, const scalar_t* __restrict row, acc_t weight,
                     scalar_t* __restrict to, int64_t width) {
-  for (int64_t d = 0; d < width; ++d) to[d] = static_cast<scalar_t>(static_cast<acc_t>(gradient[d]) * weight);
+  for (int64_t d = 0; d < width; ++d) narrow(widen(gradient[d]) * weight, to[d]);
   acc_t dot = 0;
 #pragma omp simd reduction(+ : dot)
-  for (int64_t d = 0; d < width; ++d) dot += static_cast<acc_t>(gradient[d]) * static_cast<acc_t>(row[d]);
+  for (int64_t d = 0; d < width; ++d) dot += widen(gradient[d]) * widen(row[d]);
   return dot;
 }
 
 std::tuple<Tensor, Tensor> combine_backward(const Tensor& grad_TD, const Tensor& rows_ND, const Tensor& weights_TK,
                                             const Tensor& source, const Tensor& /*position*/) {
-  const Tensor grad = grad_TD.contiguous(), rows = rows_ND.contiguous();
-  const int64_t top_k = weights_TK.size(1), width = rows.size(1);
+  const Tensor grad = grad_TD.contiguous(), rows = rows_ND.contiguous(), places = source.contiguous();
+  const int64_t pairs = weights_TK.numel(), top_k = weights_TK.size(1), width = rows.size(1);
+  TORCH_CHECK(places.numel() == rows.size(0), places.numel(), " sources for ", rows.size(0), " rows");
   Tensor grad_rows = at::empty(rows.sizes(), rows.options());
   Tensor grad_weights;
   ARCHON_DISPATCH(rows.scalar_type(), "combine_backward", [&] {
@@ -128,7 +137,7 @@ std::tuple<Tensor, Tensor> combine_backward(const Tensor& grad_TD, const Tensor&
     grad_weights = at::empty(weights.sizes(), weights.options());
     const scalar_t *g = grad.const_data_ptr<scalar_t>(), *x = rows.const_data_ptr<scalar_t>();
     const acc_t* w = weights.const_data_ptr<acc_t>();
-    const int64_t* from = source.const_data_ptr<int64_t>();
+    const int64_t* from = places.const_data_ptr<int64_t>();
     scalar_t* gx = grad_rows.mutable_data_ptr<scalar_t>();
     acc_t* gw = grad_weights.mutable_data_ptr<acc_t>();
     at::parallel_for(0, rows.size(0), row_grain(width), [&](int64_t begin, int64_t end) {
@@ -139,6 +148,7 @@ std::tuple<Tensor, Tensor> combine_backward(const Tensor& grad_TD, const Tensor&
           std::fill(to, to + width, scalar_t(0));
           continue;
         }
+        TORCH_CHECK(pair < pairs, "row ", place, " comes from pair ", pair, " of ", pairs);
         const scalar_t *gradient = g + pair / top_k * width, *row = x + place * width;
         gw[pair] = scale_and_dot(gradient, row, w[pair], to, width);
       }

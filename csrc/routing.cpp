@@ -20,7 +20,7 @@ inline int64_t padded(int64_t width) { return (width + kLanes - 1) / kLanes * kL
 template <typename scalar_t, typename acc_t>
 void score_row(const scalar_t* logits, acc_t* scores, int64_t experts, bool sigmoid) {
   const int64_t width = padded(experts);
-  for (int64_t e = 0; e < experts; ++e) scores[e] = static_cast<acc_t>(logits[e]);
+  for (int64_t e = 0; e < experts; ++e) scores[e] = widen(logits[e]);
   if (sigmoid) {
     std::fill(scores + experts, scores + width, acc_t(0));
     for (int64_t e = 0; e < width; ++e) scores[e] = acc_t(1) / (acc_t(1) + exp_of(-scores[e]));
@@ -162,7 +162,7 @@ Tensor topk_gate_backward(const Tensor& grad_TK, const Tensor& logits_TE, const 
           const acc_t score = scores[chosen[k]];
           row[chosen[k]] += chosen_grad[k] * score * (sigmoid ? 1 - score : acc_t(1));
         }
-        for (int64_t e = 0; e < experts; ++e) to[token * experts + e] = static_cast<scalar_t>(row[e]);
+        for (int64_t e = 0; e < experts; ++e) narrow(row[e], to[token * experts + e]);
       }
     });
   });

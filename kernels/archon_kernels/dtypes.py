@@ -12,3 +12,9 @@ def wide_dtype(*inputs: Tensor) -> torch.dtype:
     for x in inputs:
         dtype = torch.promote_types(dtype, x.dtype)
     return dtype
+
+
+def check_choices(indices_TK: Tensor) -> None:
+    """Refuse choices of experts in another dtype than int64, which some implementations would misread."""
+    if indices_TK.dtype != torch.int64:
+        raise ValueError(f"expert choices are {indices_TK.dtype}: pass int64, as topk_gate returns them")

@@ -9,18 +9,26 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
-from archon_kernels.dispatch import choose, cpp, triton
+from archon_kernels.dispatch import choose
 from archon_kernels.dtypes import wide_dtype
+from archon_kernels.logprob_tiles import (
+    GRADIENT,
+    PEAK,
+    STATISTICS,
+    TARGET,
+    add_product,
+    merge_top,
+    product,
+    scores_of,
+    tile_numel,
+    tiles,
+    top_of_tile,
+)
 
 _TILE_ELEMENTS_CPU = 1 << 23
 """16 MiB in bf16: smaller tiles make thin matrix products, larger ones leave the cache."""
 _TILE_ELEMENTS_ACCELERATOR = 1 << 27
 """256 MiB in bf16: it takes larger products to keep an accelerator busy."""
-_TILE_ROWS = 8192
-"""Rows of a tile at most. Tall tiles read the weight seldom, and need no sum of its gradient over tiles."""
-_PEAK, _TOTAL, _TARGET, _WEIGHTED = range(4)
-"""Columns of the running statistics of a row: largest score, sum of exp(score - largest), score of the target, and sum
-of exp(score - largest) x (score - largest)."""
 
 
 class Logprobs(NamedTuple):
@@ -70,7 +78,7 @@ def linear_logprob(
     up over the group; those of ``weight`` and ``bias`` are of the local rows, complete.
 
     Args:
-        hidden_MD: ``[M, D]`` fp32, bf16 or fp64; M may be 0.
+        hidden_MD: ``[M, D]`` fp32, bf16, fp16 or fp64; M may be 0.
         weight_VD: ``[V, D]``, same dtype; with ``group``, this rank's rows.
         targets_M: ``[M]`` int64 in [0, V), V being the whole vocabulary. Outside of it the result is NaN or, on the
             CPU, an error; with ``group`` nobody looks.
@@ -140,100 +148,6 @@ def default_tile_elements(device: torch.device) -> int:
     return _TILE_ELEMENTS_CPU if device.type == "cpu" else _TILE_ELEMENTS_ACCELERATOR
 
 
-def _reference_statistics(
-    logits_MC: Tensor,
-    bias_C: Tensor | None,
-    temperature: Tensor | None,
-    softcap: float,
-    target_M: Tensor,
-    with_entropy: bool,
-    running_M4: Tensor,
-) -> None:
-    """Bring the running statistics of some rows up to date with one more tile of logits.
-
-    Args:
-        logits_MC: ``[M, C]`` products of the head without its bias.
-        bias_C, temperature, softcap: what makes scores of them; softcap 0 is none.
-        target_M: ``[M]`` int64 column of the target, outside of [0, C) where the tile does not have it.
-        running_M4: ``[M, 4]`` fp32, or fp64 for logits in fp64; written in place.
-    """
-    scores_MC = _scores(logits_MC, bias_C, temperature, softcap)
-    old, total, target, weighted = running_M4.unbind(1)
-    peak = torch.maximum(old, scores_MC.amax(1))
-    here = (target_M >= 0) & (target_M < scores_MC.shape[1])
-    found = scores_MC.gather(1, (target_M * here)[:, None]).squeeze(1)
-    p_MC = scores_MC.sub_(peak[:, None]).exp()
-    below = (old - peak).clamp(min=torch.finfo(peak.dtype).min)
-    shrink = below.exp()
-    if with_entropy:
-        weighted.copy_((weighted + total * below) * shrink + scores_MC.mul_(p_MC).sum(1))
-    total.copy_(total * shrink + p_MC.sum(1))
-    target.copy_(torch.where(here, found, target))
-    old.copy_(peak)
-
-
-def _reference_gradient(
-    logits_MC: Tensor,
-    bias_C: Tensor | None,
-    temperature: Tensor | None,
-    softcap: float,
-    logsumexp_M: Tensor,
-    pull_M3: Tensor,
-    chosen_MN: Tensor,
-    pull_chosen_MN: Tensor,
-    out_MC: Tensor,
-) -> None:
-    """Gradient of a tile of logits.
-
-    With d logprob = onehot - p and d entropy = -p (log p + entropy), each of a score:
-    ``sum of pull_chosen at chosen - p (pull[0] + pull[1] (log p + pull[2]))``, then through temperature and cap.
-
-    Args:
-        logits_MC, bias_C, temperature, softcap: as for the statistics.
-        logsumexp_M: ``[M]`` of the scores over the whole vocabulary.
-        pull_M3: ``[M, 3]`` sum of the gradients of log-probabilities, gradient of the entropy, entropy.
-        chosen_MN: ``[M, N]`` int64 columns of the log-probabilities, outside of [0, C) where the tile lacks them.
-        pull_chosen_MN: ``[M, N]`` their gradients.
-        out_MC: ``[M, C]`` in the dtype of the logits, which it may overwrite.
-    """
-    logp_MC = _scores(logits_MC, bias_C, temperature, softcap)
-    slope_MC = None
-    if softcap:
-        tanh_MC = logp_MC / softcap if temperature is None else logp_MC * (temperature / softcap)[:, None]
-        slope_MC = tanh_MC.square_().neg_().add_(1)
-    logp_MC.sub_(logsumexp_M[:, None])
-    p_MC = logp_MC.exp()
-    pull, pull_entropy, entropy = (column[:, None] for column in pull_M3.unbind(1))
-    grad_MC = logp_MC.add_(entropy).mul_(pull_entropy).add_(pull).mul_(p_MC).neg_()
-    here = (chosen_MN >= 0) & (chosen_MN < grad_MC.shape[1])
-    grad_MC.scatter_add_(1, chosen_MN * here, pull_chosen_MN * here)
-    if temperature is not None:
-        grad_MC.div_(temperature[:, None])
-    out_MC.copy_(grad_MC if slope_MC is None else grad_MC.mul_(slope_MC))
-
-
-def _scores(logits_MC: Tensor, bias_C: Tensor | None, temperature: Tensor | None, softcap: float) -> Tensor:
-    """The scores of a tile of logits, a new tensor in fp32 or fp64."""
-    scores_MC = logits_MC.to(wide_dtype(logits_MC), copy=True)
-    if bias_C is not None:
-        scores_MC.add_(bias_C)
-    if softcap:
-        scores_MC.div_(softcap).tanh_().mul_(softcap)
-    return scores_MC if temperature is None else scores_MC.div_(temperature[:, None])
-
-
-_STATISTICS = {
-    "cpp": cpp("logprob_statistics"),
-    "triton": triton("linear_logprob", "statistics"),
-    "reference": _reference_statistics,
-}
-_GRADIENT = {
-    "cpp": cpp("logprob_gradient"),
-    "triton": triton("linear_logprob", "gradient"),
-    "reference": _reference_gradient,
-}
-
-
 @torch.library.custom_op("archon::linear_logprob", mutates_args=())
 def _linear_logprob(
     hidden_MD: Tensor,
@@ -264,27 +178,28 @@ def _linear_logprob(
     wide = wide_dtype(hidden_MD)
     bias_V = None if bias_V is None else bias_V.to(wide).contiguous()
     temperature = None if temperature is None else temperature.to(wide).contiguous()
-    statistics = choose(_STATISTICS, hidden_MD.device)
+    statistics = choose(STATISTICS, hidden_MD.device)
     targets_M = targets_M - vocab_start
     running_M4 = hidden_MD.new_zeros(*targets_M.shape, 4, dtype=wide)
-    running_M4[:, _PEAK] = torch.finfo(wide).min
+    running_M4[:, PEAK] = torch.finfo(wide).min
     if group_name is None:
-        running_M4[:, _TARGET] = torch.nan  # until its tile comes
+        running_M4[:, TARGET] = torch.nan  # until its tile comes
     top_scores_MK = running_M4.new_full((targets_M.shape[0], top_k), -torch.inf)
     top_ids_MK = targets_M.new_full((targets_M.shape[0], top_k), -1)
-    tile = hidden_MD.new_empty(_tile_numel(shape[0], weight_VD.shape[0], tile_elements))
-    row_tiles, column_tiles = _tiles(hidden_MD.shape[0], weight_VD.shape[0], tile_elements)
+    tile = hidden_MD.new_empty(tile_numel(shape[0], weight_VD.shape[0], tile_elements))
+    row_tiles, column_tiles = tiles(hidden_MD.shape[0], weight_VD.shape[0], tile_elements)
     for rows in row_tiles:
         scale = None if temperature is None else temperature[rows]
         for columns in column_tiles:
-            logits_MC = _product(hidden_MD[rows], weight_VD[columns], tile)
+            logits_MC = product(hidden_MD[rows], weight_VD[columns], tile)
             bias_C = None if bias_V is None else bias_V[columns]
             target = targets_M[rows] - columns.start
             statistics(logits_MC, bias_C, scale, softcap, target, with_entropy, running_M4[rows])
             if top_k:
-                scores_MC = _scores(logits_MC, bias_C, scale, softcap)
-                found = _top(scores_MC, min(top_k, scores_MC.shape[1]), vocab_start + columns.start)
-                best = _merge(torch.cat([top_scores_MK[rows], found[0]], 1), torch.cat([top_ids_MK[rows], found[1]], 1))
+                scores_MC = scores_of(logits_MC, bias_C, scale, softcap)
+                found = top_of_tile(scores_MC, min(top_k, scores_MC.shape[1]), vocab_start + columns.start)
+                scores = torch.cat([top_scores_MK[rows], found[0]], 1)
+                best = merge_top(scores, torch.cat([top_ids_MK[rows], found[1]], 1))
                 top_scores_MK[rows], top_ids_MK[rows] = (x[:, :top_k] for x in best)
     # Outputs are equal where inputs are: nothing of the tile is left as the allocator gave it.
     tile[row_tiles[0].stop * column_tiles[0].stop if row_tiles and column_tiles else 0 :].zero_()
@@ -317,7 +232,7 @@ def _(
         logprobs.new_empty(rows, top_k),
         targets_M.new_empty(rows, top_k),
         torch.empty_like(logprobs),
-        hidden_MD.new_empty(_tile_numel(rows, weight_VD.shape[0], tile_elements)),
+        hidden_MD.new_empty(tile_numel(rows, weight_VD.shape[0], tile_elements)),
     )
 
 
@@ -353,9 +268,9 @@ def _linear_logprob_backward(
     wide = logsumexp_M.dtype
     bias_wide = None if bias_V is None else bias_V.to(wide).contiguous()
     temperature = None if temperature is None else temperature.to(wide).contiguous()
-    gradient = choose(_GRADIENT, hidden_MD.device)
+    gradient = choose(GRADIENT, hidden_MD.device)
     chosen_MN = chosen_MN - vocab_start
-    row_tiles, column_tiles = _tiles(hidden_MD.shape[0], weight_VD.shape[0], tile_elements)
+    row_tiles, column_tiles = tiles(hidden_MD.shape[0], weight_VD.shape[0], tile_elements)
     narrow, fresh = wide != hidden_MD.dtype, tile.new_empty(tile.shape)
     grad_hidden = hidden_MD.new_zeros(hidden_MD.shape if needs[0] else 0, dtype=wide if len(column_tiles) > 1 else None)
     grad_weight = weight_VD.new_empty(weight_VD.shape if needs[1] else 0)
@@ -373,7 +288,7 @@ def _linear_logprob_backward(
             if rows is row_tiles[-1] and columns is column_tiles[-1]:
                 logits_MC = tile[: grad_MC.numel()].view_as(grad_MC)
             else:
-                logits_MC = _product(hidden_MD[rows], weight_CD, fresh)
+                logits_MC = product(hidden_MD[rows], weight_CD, fresh)
             chosen = chosen_MN[rows] - columns.start
             gradient(
                 logits_MC,
@@ -387,9 +302,9 @@ def _linear_logprob_backward(
                 grad_MC,
             )
             if needs[0]:
-                _add_product(grad_hidden[rows], grad_MC, weight_CD, first=columns.start == 0)
+                add_product(grad_hidden[rows], grad_MC, weight_CD, first=columns.start == 0)
             if needs[1]:
-                _add_product(grad_weight_CD, grad_MC.t(), hidden_MD[rows], first=rows.start == 0)
+                add_product(grad_weight_CD, grad_MC.t(), hidden_MD[rows], first=rows.start == 0)
             if needs[2]:
                 grad_bias[columns] += grad_MC.sum(0, dtype=wide)
         if summed:
@@ -431,42 +346,6 @@ def _grad(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
 _linear_logprob.register_autograd(_grad, setup_context=_save)
 
 
-def _tile_numel(rows: int, vocab: int, tile_elements: int) -> int:
-    return min(tile_elements, rows * vocab)
-
-
-def _tiles(rows: int, vocab: int, tile_elements: int) -> tuple[list[slice], list[slice]]:
-    """Rows and columns of the tiles, as few as ``tile_elements`` allows and tall rather than wide."""
-    tall = min(rows, _TILE_ROWS, tile_elements)
-    return _slices(rows, tall), _slices(vocab, tile_elements // max(1, tall))
-
-
-def _slices(length: int, limit: int) -> list[slice]:
-    """Split evenly into the fewest slices of at most ``limit``, their borders at multiples of 64 where that fits."""
-    if length == 0:
-        return []
-    even = -(-length // -(-length // limit))
-    step = min(limit, -(-even // 64) * 64)
-    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
-
-
-def _product(hidden_MD: Tensor, weight_CD: Tensor, tile: Tensor) -> Tensor:
-    """Logits of some rows and columns, ``[M, C]``, at the front of ``tile``: fresh memory would cost page faults."""
-    out_MC = tile[: hidden_MD.shape[0] * weight_CD.shape[0]].view(-1, weight_CD.shape[0])
-    return torch.mm(hidden_MD, weight_CD.t(), out=out_MC)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
-    """``total += left @ right``, the first time without reading ``total``, which may be wider than the product."""
-    if total.dtype != left.dtype:
-        product = left @ right
-        total.copy_(product) if first else total.add_(product)
-    elif first:
-        torch.mm(left, right, out=total)
-    else:
-        total.addmm_(left, right)
-
-
 def _pulls(
     grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None,
@@ -498,24 +377,6 @@ def _spread(x: Tensor, rows: Tensor, total: int) -> Tensor:
     return x.new_zeros(total, *x.shape[1:]).index_copy_(0, rows, x)
 
 
-def _top(scores_MC: Tensor, top_k: int, start: int) -> tuple[Tensor, Tensor]:
-    """The largest scores of a tile and their ids, largest first; of equal ones the lower id, unlike ``topk``."""
-    columns = scores_MC.shape[1]
-    least = scores_MC.topk(top_k, sorted=True).values[:, -1:]
-    rank = torch.arange(columns, 0, -1, dtype=torch.int32, device=scores_MC.device)
-    rank_MC = (scores_MC >= least) * rank
-    rank_MC += (scores_MC > least) * columns
-    index = rank_MC.topk(top_k).indices
-    return _merge(scores_MC.gather(1, index), index + start)
-
-
-def _merge(scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort candidates by score, equal ones by id."""
-    ids, order = ids.sort(1)
-    scores, by_score = scores.gather(1, order).sort(dim=1, descending=True, stable=True)
-    return scores, ids.gather(1, by_score)
-
-
 def _sum_over_shards(running_M4: Tensor, group: dist.ProcessGroup) -> None:
     """Bring the statistics of a shard from its own peak to the peak of all shards, and add them up."""
     peak, total, _, weighted = running_M4.unbind(1)
@@ -535,5 +396,5 @@ def _top_of_shards(scores_MK: Tensor, ids_MK: Tensor, group: dist.ProcessGroup) 
     for x in (scores_MK, ids_MK):
         gathered.append([torch.empty_like(x) for _ in range(group.size())])
         dist.all_gather(gathered[-1], x, group=group)
-    scores, ids = _merge(*(torch.cat(parts, 1) for parts in gathered))
+    scores, ids = merge_top(*(torch.cat(parts, 1) for parts in gathered))
     return scores[:, : scores_MK.shape[1]].contiguous(), ids[:, : ids_MK.shape[1]].contiguous()

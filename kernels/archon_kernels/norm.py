@@ -18,7 +18,7 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     On the CPU, backward keeps the input and one number per row; elsewhere this is torch's own, which has kernels.
 
     Args:
-        x: ``[..., D]`` fp32, bf16 or fp64.
+        x: ``[..., D]`` fp32, bf16, fp16 or fp64.
         weight_D: ``[D]`` any float dtype, rounded to that of x.
 
     Returns:

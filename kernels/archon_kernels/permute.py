@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from archon_kernels.dispatch import choose, cpp, triton
-from archon_kernels.dtypes import wide_dtype
+from archon_kernels.dtypes import check_choices, wide_dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,11 @@ def sort_by_expert(indices_TK: Tensor, num_experts: int, tile: int = 1) -> Exper
     Args:
         indices_TK: ``[T, K]`` int64 in [0, num_experts); T may be 0.
         tile: rows that the start of each expert is a multiple of.
+
+    Raises:
+        ValueError: choices that are not int64.
     """
+    check_choices(indices_TK)
     source, position, counts = _sort_by_expert(indices_TK, num_experts, tile)
     return ExpertOrder(source, position, counts, top_k=indices_TK.shape[1])
 
@@ -62,7 +66,7 @@ def combine(rows_ND: Tensor, weights_TK: Tensor, order: ExpertOrder) -> Tensor:
 
     Args:
         rows_ND: ``[N, D]`` expert outputs in sorted order, any float dtype; filler is not read and gets gradient 0.
-        weights_TK: ``[T, K]``; products and sums run in the wider of its dtype and that of the rows, fp32 at least.
+        weights_TK: ``[T, K]``, any float dtype; products and sums run in fp32, or in fp64 if the rows are fp64.
 
     Returns:
         ``[T, D]`` in the dtype of the rows, differentiable in rows and weights.

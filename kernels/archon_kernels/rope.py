@@ -16,7 +16,7 @@ def rotate(x_THd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
     A rotation is linear: backward rotates the other way and needs no activation.
 
     Args:
-        x_THd: ``[T, H, d]`` fp32, bf16 or fp64, d even; computed in fp32 or better.
+        x_THd: ``[T, H, d]`` fp32, bf16, fp16 or fp64, d even; computed in fp32 or better.
         cos_T1d: ``[T, 1, d]`` fp32, both halves of the last dimension alike, without gradient.
         sin_T1d: likewise, with the first half negated.
 

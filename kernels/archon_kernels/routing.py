@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from archon_kernels.dispatch import choose, cpp, triton
-from archon_kernels.dtypes import wide_dtype
+from archon_kernels.dtypes import check_choices, wide_dtype
 
 Scores = Literal["softmax", "sigmoid"]
 SCORES: tuple[Scores, ...] = get_args(Scores)
@@ -53,8 +53,8 @@ def topk_gate(
         selection score; of equal groups or experts the one with the lower number comes first.
 
     Raises:
-        ValueError: recorded choices of another shape than ``[T, K]``, an unknown score, or groups that do not divide
-            the experts, do not exist, or hold too few experts.
+        ValueError: recorded choices of another shape than ``[T, K]`` or dtype than int64, an unknown score, or groups
+            that do not divide the experts, do not exist, or hold too few experts.
     """
     _check(logits_TE, top_k, scores, n_groups, groups_per_token, group_score_top, indices_TK)
     return _gate(
@@ -77,7 +77,11 @@ def count_experts(indices_TK: Tensor, num_experts: int, mask_T: Tensor | None = 
     Args:
         indices_TK: ``[T, K]`` int64 in [0, num_experts); T may be 0.
         mask_T: ``[T]`` bool, False for tokens that do not count.
+
+    Raises:
+        ValueError: choices that are not int64.
     """
+    check_choices(indices_TK)
     return _count(indices_TK, num_experts, mask_T)
 
 
@@ -103,7 +107,10 @@ def _check(
         raise ValueError(f"a group of {size} experts is judged by its best {group_score_top}; it is 1, or 2 of several")
     if not 1 <= top_k <= groups_per_token * size:
         raise ValueError(f"{top_k} experts per token do not fit into {groups_per_token} groups of {size}")
-    if recorded_TK is not None and recorded_TK.shape != (tokens, top_k):
+    if recorded_TK is None:
+        return
+    check_choices(recorded_TK)
+    if recorded_TK.shape != (tokens, top_k):
         raise ValueError(
             f"recorded expert choices have shape {tuple(recorded_TK.shape)}, the router needs {(tokens, top_k)}"
         )

@@ -15,6 +15,7 @@ from rank_pool import RankPool
 from torch import Tensor
 
 import archon_kernels.linear_logprob as linear_logprob_module
+from archon_kernels import logprob_tiles
 from archon_kernels.linear_logprob import Logprobs, linear_logprob
 
 
@@ -238,7 +239,7 @@ def test_a_large_vocabulary_equals_fp64(implementation: str, rows: int, dtype: t
 def test_several_tiles_each_way_equal_fp64(
     implementation: str, tall: int, tile_elements: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear_logprob_module, "_TILE_ROWS", tall)
+    monkeypatch.setattr(logprob_tiles, "TILE_ROWS", tall)
     rows = 129 if tall > 1 else 5
     check_all_options(rows, 1009, dtype, tile_elements=tile_elements)
     check_all_options(rows, 1009, dtype, "random", tile_elements=tile_elements)

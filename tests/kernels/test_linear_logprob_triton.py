@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import archon_kernels.linear_logprob as linear_logprob_module
+from archon_kernels import logprob_tiles
 from archon_kernels.linear_logprob import linear_logprob
 
 pytestmark = pytest.mark.slow  # the interpreter takes milliseconds per program
@@ -91,7 +92,7 @@ def test_triton_equals_the_reference_over_a_large_vocabulary(plain: bool, monkey
 
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "every_option"])
 def test_triton_over_several_tiles_equals_the_reference(plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_logprob_module, "_TILE_ROWS", 5)
+    monkeypatch.setattr(logprob_tiles, "TILE_ROWS", 5)
     compare(monkeypatch, 13, 101, torch.float32, plain, tile_elements=5 * 40)
 
 

@@ -1,4 +1,4 @@
-"""The passes over a tile of logits of the LM head; the references in ``archon_kernels.linear_logprob`` state them."""
+"""The passes over a tile of logits of the LM head; the references in ``archon_kernels.logprob_tiles`` state them."""
 
 from __future__ import annotations
 
