@@ -17,10 +17,10 @@ from archon_kernels.logprob_tiles import (
     STATISTICS,
     TARGET,
     add_product,
+    kept_numel,
     merge_top,
-    product,
+    place_in,
     scores_of,
-    tile_numel,
     tiles,
     top_of_tile,
 )
@@ -29,6 +29,8 @@ _TILE_ELEMENTS_CPU = 1 << 23
 """16 MiB in bf16: smaller tiles make thin matrix products, larger ones leave the cache."""
 _TILE_ELEMENTS_ACCELERATOR = 1 << 27
 """256 MiB in bf16: it takes larger products to keep an accelerator busy."""
+_KEPT_BYTES = 1 << 27
+"""Logits that together take no more are kept for backward, which then repeats no product: a tenth of a small step."""
 
 
 class Logprobs(NamedTuple):
@@ -65,7 +67,8 @@ def linear_logprob(
     """Log-probability of each row's target, entropy and most likely tokens, under the softmax of the scores.
 
     Scores are ``cap(hidden @ weight.T + bias) / temperature`` with ``cap(x) = softcap * tanh(x / softcap)``. They exist
-    one tile of rows x vocabulary at a time, in forward and again in backward; forward's last tile is kept for it.
+    one tile of rows x vocabulary at a time, in forward and again in backward, for which forward keeps its last tile,
+    or all of them where they take at most 128 MiB.
     The matrix products run, and a tile is stored, in the dtype of ``hidden``; softmax, log-sum-exp, entropy and their
     derivatives run in fp32. Gradients that are summed over tiles are summed in fp32 and rounded once. Inputs in fp64
     are computed in fp64. Under autocast the operands of the matrix products are cast. Nothing is summed by atomics, so
@@ -121,8 +124,11 @@ def linear_logprob(
         raise ValueError(f"vocab_start is {vocab_start} without a group: whoever holds the other rows must be in one")
     if top_k < 0 or (group is None and top_k > vocab):
         raise ValueError(f"top_k is {top_k}: choose from 0 to {vocab}, the size of the vocabulary")
+    kept_elements = 0
     if tile_elements is None:
         tile_elements = default_tile_elements(hidden_MD.device)
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden_MD, weight_VD, bias_V)):
+            kept_elements = _KEPT_BYTES // hidden_MD.element_size()
     if tile_elements < 1:
         raise ValueError(f"tile_elements is {tile_elements}: a tile holds at least 1")
     logprobs, entropy, top_logprobs, top_ids, _, _ = _linear_logprob(
@@ -136,6 +142,7 @@ def linear_logprob(
         with_entropy,
         top_k,
         tile_elements,
+        kept_elements,
         vocab_start,
         None if group is None else group.group_name,
     )
@@ -160,10 +167,11 @@ def _linear_logprob(
     with_entropy: bool,
     top_k: int,
     tile_elements: int,
+    kept_elements: int,
     vocab_start: int,
     group_name: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """logprobs, entropy, top log-probs, top ids, log-sum-exp, and the last tile of logits, flat.
+    """logprobs, entropy, top log-probs, top ids, log-sum-exp, and the logits that are kept, flat.
 
     Nothing has as many dimensions as a mask leaves rows: all shapes follow from those of the inputs.
     """
@@ -186,12 +194,15 @@ def _linear_logprob(
         running_M4[:, TARGET] = torch.nan  # until its tile comes
     top_scores_MK = running_M4.new_full((targets_M.shape[0], top_k), -torch.inf)
     top_ids_MK = targets_M.new_full((targets_M.shape[0], top_k), -1)
-    tile = hidden_MD.new_empty(tile_numel(shape[0], weight_VD.shape[0], tile_elements))
-    row_tiles, column_tiles = tiles(hidden_MD.shape[0], weight_VD.shape[0], tile_elements)
+    vocab = weight_VD.shape[0]
+    logits = hidden_MD.new_empty(kept_numel(shape[0], vocab, tile_elements, kept_elements))
+    stride = vocab if shape[0] * vocab <= kept_elements else None
+    row_tiles, column_tiles = tiles(hidden_MD.shape[0], vocab, tile_elements)
     for rows in row_tiles:
         scale = None if temperature is None else temperature[rows]
         for columns in column_tiles:
-            logits_MC = product(hidden_MD[rows], weight_VD[columns], tile)
+            logits_MC = place_in(logits, rows, columns, stride)
+            torch.mm(hidden_MD[rows], weight_VD[columns].t(), out=logits_MC)
             bias_C = None if bias_V is None else bias_V[columns]
             target = targets_M[rows] - columns.start
             statistics(logits_MC, bias_C, scale, softcap, target, with_entropy, running_M4[rows])
@@ -201,8 +212,11 @@ def _linear_logprob(
                 scores = torch.cat([top_scores_MK[rows], found[0]], 1)
                 best = merge_top(scores, torch.cat([top_ids_MK[rows], found[1]], 1))
                 top_scores_MK[rows], top_ids_MK[rows] = (x[:, :top_k] for x in best)
-    # Outputs are equal where inputs are: nothing of the tile is left as the allocator gave it.
-    tile[row_tiles[0].stop * column_tiles[0].stop if row_tiles and column_tiles else 0 :].zero_()
+    # Outputs are equal where inputs are: nothing that is kept is left as the allocator gave it.
+    if stride is not None:
+        logits[hidden_MD.shape[0] * vocab :].zero_()
+    else:
+        logits[row_tiles[0].stop * column_tiles[0].stop if row_tiles and column_tiles else 0 :].zero_()
     if group_name is not None:
         group = _resolve_process_group(GroupName(group_name))
         _sum_over_shards(running_M4, group)
@@ -216,14 +230,14 @@ def _linear_logprob(
         for x in (logprobs, entropy, top_logprobs_MK, top_ids_MK, peak + log_total)
     )
     entropy = entropy if with_entropy else entropy.new_empty(0)
-    return logprobs, entropy, top_logprobs_MK, top_ids_MK, logsumexp, tile
+    return logprobs, entropy, top_logprobs_MK, top_ids_MK, logsumexp, logits
 
 
 @_linear_logprob.register_fake
 def _(
     hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    *_, with_entropy, top_k, tile_elements, _, _ = others
+    *_, with_entropy, top_k, tile_elements, kept_elements, _, _ = others
     rows = targets_M.shape[0]
     logprobs = hidden_MD.new_empty(rows, dtype=wide_dtype(hidden_MD))
     return (
@@ -232,7 +246,7 @@ def _(
         logprobs.new_empty(rows, top_k),
         targets_M.new_empty(rows, top_k),
         torch.empty_like(logprobs),
-        hidden_MD.new_empty(tile_numel(rows, weight_VD.shape[0], tile_elements)),
+        hidden_MD.new_empty(kept_numel(rows, weight_VD.shape[0], tile_elements, kept_elements)),
     )
 
 
@@ -250,9 +264,10 @@ def _linear_logprob_backward(
     entropy: Tensor,
     top_ids_MK: Tensor,
     logsumexp_M: Tensor,
-    tile: Tensor,
+    logits: Tensor,
     softcap: float,
     tile_elements: int,
+    kept_elements: int,
     vocab_start: int,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -270,8 +285,11 @@ def _linear_logprob_backward(
     temperature = None if temperature is None else temperature.to(wide).contiguous()
     gradient = choose(GRADIENT, hidden_MD.device)
     chosen_MN = chosen_MN - vocab_start
-    row_tiles, column_tiles = tiles(hidden_MD.shape[0], weight_VD.shape[0], tile_elements)
-    narrow, fresh = wide != hidden_MD.dtype, tile.new_empty(tile.shape)
+    vocab = weight_VD.shape[0]
+    stride = vocab if shape[0] * vocab <= kept_elements else None
+    row_tiles, column_tiles = tiles(hidden_MD.shape[0], vocab, tile_elements)
+    # One buffer for all tiles: fresh memory would cost page faults.
+    narrow, fresh = wide != hidden_MD.dtype, logits.new_empty(min(tile_elements, hidden_MD.shape[0] * vocab))
     grad_hidden = hidden_MD.new_zeros(hidden_MD.shape if needs[0] else 0, dtype=wide if len(column_tiles) > 1 else None)
     grad_weight = weight_VD.new_empty(weight_VD.shape if needs[1] else 0)
     grad_bias = weight_VD.new_zeros(weight_VD.shape[:1] if needs[2] else 0, dtype=wide)
@@ -284,11 +302,11 @@ def _linear_logprob_backward(
         grad_weight_CD = weight_CD.new_empty(weight_CD.shape, dtype=wide) if summed else grad_weight[columns]
         for rows in row_tiles:
             scale = None if temperature is None else temperature[rows]
-            grad_MC = fresh[: (rows.stop - rows.start) * (columns.stop - columns.start)].view(-1, weight_CD.shape[0])
-            if rows is row_tiles[-1] and columns is column_tiles[-1]:
-                logits_MC = tile[: grad_MC.numel()].view_as(grad_MC)
+            grad_MC = place_in(fresh, rows, columns)
+            if stride is not None or (rows is row_tiles[-1] and columns is column_tiles[-1]):
+                logits_MC = place_in(logits, rows, columns, stride)
             else:
-                logits_MC = product(hidden_MD[rows], weight_CD, fresh)
+                logits_MC = torch.mm(hidden_MD[rows], weight_CD.t(), out=grad_MC)
             chosen = chosen_MN[rows] - columns.start
             gradient(
                 logits_MC,
@@ -327,10 +345,10 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.softcap, ctx.with_entropy, _, ctx.tile_elements, ctx.vocab_start, _ = inputs
-    _, entropy, _, top_ids_MK, logsumexp_M, tile = output
-    ctx.save_for_backward(*tensors, entropy, top_ids_MK, logsumexp_M, tile)
-    ctx.mark_non_differentiable(top_ids_MK, logsumexp_M, tile)
+    *tensors, ctx.softcap, ctx.with_entropy, _, ctx.tile_elements, ctx.kept_elements, ctx.vocab_start, _ = inputs
+    _, entropy, _, top_ids_MK, logsumexp_M, logits = output
+    ctx.save_for_backward(*tensors, entropy, top_ids_MK, logsumexp_M, logits)
+    ctx.mark_non_differentiable(top_ids_MK, logsumexp_M, logits)
     ctx.set_materialize_grads(False)
 
 
@@ -338,9 +356,10 @@ def _grad(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     grad_logprobs, grad_entropy, grad_top, *_ = grads
     grads = (grad_logprobs, grad_entropy if ctx.with_entropy else None, grad_top)
     needs = [ctx.needs_input_grad[place] for place in (0, 1, 3)]
-    found = _linear_logprob_backward(*grads, *ctx.saved_tensors, ctx.softcap, ctx.tile_elements, ctx.vocab_start, needs)
+    sizes = (ctx.tile_elements, ctx.kept_elements, ctx.vocab_start)
+    found = _linear_logprob_backward(*grads, *ctx.saved_tensors, ctx.softcap, *sizes, needs)
     hidden, weight, bias = (grad if need else None for grad, need in zip(found, needs, strict=True))
-    return hidden, weight, None, bias, *[None] * 8
+    return hidden, weight, None, bias, *[None] * 9
 
 
 _linear_logprob.register_autograd(_grad, setup_context=_save)

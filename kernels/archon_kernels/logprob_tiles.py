@@ -15,9 +15,16 @@ PEAK, TOTAL, TARGET, WEIGHTED = range(4)
 of exp(score - largest) x (score - largest)."""
 
 
-def tile_numel(rows: int, vocab: int, tile_elements: int) -> int:
-    """Logits in the largest tile."""
-    return min(tile_elements, rows * vocab)
+def kept_numel(rows: int, vocab: int, tile_elements: int, kept_elements: int) -> int:
+    """Logits that forward keeps for backward: all of them if ``kept_elements`` allows, else one tile."""
+    return rows * vocab if rows * vocab <= kept_elements else min(tile_elements, rows * vocab)
+
+
+def place_in(buffer: Tensor, rows: slice, columns: slice, vocab: int | None = None) -> Tensor:
+    """A place ``[rows, columns]`` for a tile: at the front of ``buffer``, or behind the tiles of a ``vocab`` before."""
+    height, width = rows.stop - rows.start, columns.stop - columns.start
+    start = 0 if vocab is None else rows.start * vocab + height * columns.start
+    return buffer[start : start + height * width].view(height, width)
 
 
 def tiles(rows: int, vocab: int, tile_elements: int) -> tuple[list[slice], list[slice]]:
@@ -33,12 +40,6 @@ def _slices(length: int, limit: int) -> list[slice]:
     even = -(-length // -(-length // limit))
     step = min(limit, -(-even // 64) * 64)
     return [slice(start, min(start + step, length)) for start in range(0, length, step)]
-
-
-def product(hidden_MD: Tensor, weight_CD: Tensor, tile: Tensor) -> Tensor:
-    """Logits of some rows and columns, ``[M, C]``, at the front of ``tile``: fresh memory would cost page faults."""
-    out_MC = tile[: hidden_MD.shape[0] * weight_CD.shape[0]].view(-1, weight_CD.shape[0])
-    return torch.mm(hidden_MD, weight_CD.t(), out=out_MC)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
