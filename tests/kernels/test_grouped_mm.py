@@ -1,18 +1,21 @@
-"""Matrix products by expert, reference and C++, against one product per expert in fp64."""
+"""Matrix products by expert, reference and C++, against one product per expert in fp64.
+
+Tolerances of the norm of a result or gradient, by its dtype: fp32 2e-6, bf16 1e-2, fp16 2e-3, fp64 1e-14.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
 
 import pytest
 import torch
-from moe_cases import counts_of, relative_error
+from cases import IMPLEMENTATIONS, noted, use
+from moe_cases import PRODUCTS, SIZES, TOKENS, assert_multiplies, choices, counts_of
 from torch import Tensor
 
-from archon_kernels import extension
 from archon_kernels.grouped_mm import _grouped_linear, _grouped_swiglu, grouped_linear, grouped_swiglu
 
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float64: 1e-14}
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float64: 1e-14}
 WIDTHS = {"aligned": (8, 16), "prime": (7, 11), "half_aligned": (8, 3)}
 GROUPS = {
     "uneven": [3, 0, 5, 1],
@@ -26,58 +29,33 @@ GROUPS = {
 }
 
 
-@pytest.fixture(params=["reference", "cpp"])
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "cpp" and not extension.load():
-        pytest.skip(f"no C++ ops: {extension.problem()}")
-    monkeypatch.setenv("ARCHON_KERNELS", request.param)
-    return request.param
+@pytest.fixture(params=IMPLEMENTATIONS)
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(request.param, monkeypatch)
 
 
-def plain_linear(rows_ND: Tensor, weight_EFD: Tensor, counts: list[int]) -> Tensor:
-    parts = rows_ND[: sum(counts)].split(counts)
-    products = [part @ weight.T for part, weight in zip(parts, weight_EFD, strict=True)]
-    return torch.cat([*products, rows_ND.new_zeros(rows_ND.shape[0] - sum(counts), weight_EFD.shape[1])])
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize(("width", "inner"), WIDTHS.values(), ids=WIDTHS)
+@pytest.mark.parametrize("op", PRODUCTS)
+def test_products_and_gradients_equal_one_product_per_expert(op: str, width: int, inner: int) -> None:
+    for (groups, counts), dtype, beyond in itertools.product(GROUPS.items(), TOLERANCE, (0, 5)):
+        with noted(groups=groups, dtype=dtype, beyond=beyond):
+            assert_multiplies(op, counts, width, inner, beyond, dtype, TOLERANCE[dtype])
 
 
-def plain_swiglu(rows_ND: Tensor, gate_up_EFD: Tensor, counts: list[int]) -> Tensor:
-    gate, up = plain_linear(rows_ND, gate_up_EFD, counts).chunk(2, dim=-1)
-    return gate * gate.sigmoid() * up
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize(("experts", "top_k"), SIZES)
+@pytest.mark.parametrize("op", PRODUCTS)
+def test_products_of_routed_tokens_equal_one_product_per_expert(op: str, experts: int, top_k: int) -> None:
+    for tokens, skewed, dtype in itertools.product(TOKENS, (False, True), (torch.float32, torch.bfloat16)):
+        counts = torch.bincount(choices(tokens, experts, top_k, skewed).flatten(), minlength=experts).tolist()
+        with noted(tokens=tokens, skewed=skewed, dtype=dtype):
+            assert_multiplies(op, counts, 8, 5, 3, dtype, TOLERANCE[dtype])
 
 
-OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], int]] = {
-    "linear": (grouped_linear, plain_linear, 1),
-    "swiglu": (grouped_swiglu, plain_swiglu, 2),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("beyond", [0, 5], ids=["exact", "rows_beyond"])
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("widths", WIDTHS)
-@pytest.mark.parametrize("op", OPS)
-def test_products_and_gradients_equal_one_product_per_expert(
-    op: str, widths: str, groups: str, beyond: int, dtype: torch.dtype, implementation: str
-) -> None:
-    torch.manual_seed(0)
-    ours_of, right_of, halves = OPS[op]
-    (width, inner), counts = WIDTHS[widths], GROUPS[groups]
-    rows = torch.randn(sum(counts) + beyond, width).to(dtype).requires_grad_()
-    weight = torch.randn(len(counts), halves * inner, width).to(dtype).requires_grad_()
-    out = ours_of(rows, weight, torch.tensor(counts))
-    rows64, weight64 = (x.detach().double().requires_grad_() for x in (rows, weight))
-    right = right_of(rows64, weight64, counts)
-    pull = torch.randn(right.shape).to(dtype)
-    out.backward(pull)
-    right.backward(pull.double())
-    assert not out[sum(counts) :].any() and rows.grad is not None and not rows.grad[sum(counts) :].any()
-    for ours, wanted in ((out, right), (rows.grad, rows64.grad), (weight.grad, weight64.grad)):
-        assert ours.dtype == dtype and relative_error(ours, wanted) <= TOLERANCE[dtype]
-
-
-def test_rows_beyond_the_counts_may_hold_anything(implementation: str) -> None:
+def test_rows_beyond_the_counts_may_hold_anything(implementation: None) -> None:
     counts = torch.tensor([2, 1])
-    for op, _, halves in OPS.values():
+    for op, _, halves in PRODUCTS.values():
         rows, weight = torch.randn(5, 8), torch.randn(2, 8 * halves, 8, requires_grad=True)
         rows[3:] = float("nan")
         rows.requires_grad_()
@@ -89,15 +67,15 @@ def test_rows_beyond_the_counts_may_hold_anything(implementation: str) -> None:
         assert not out[3:].any() and not rows.grad[3:].any() and bool(weight.grad.isfinite().all())
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_gradients_equal_finite_differences(op: str, implementation: str) -> None:
-    function, _, halves = OPS[op]
+@pytest.mark.parametrize("op", PRODUCTS)
+def test_gradients_equal_finite_differences(op: str, implementation: None) -> None:
+    function, _, halves = PRODUCTS[op]
     rows = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(3, 4 * halves, 5, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda r, w: function(r, w, torch.tensor([2, 0, 4])), (rows, weight))
 
 
-def test_silu_holds_over_the_whole_range(implementation: str) -> None:
+def test_silu_holds_over_the_whole_range(implementation: None) -> None:
     """With weight 1, the product is the input; the largest error is a few units in the last place."""
     gate = torch.cat([torch.linspace(-100, 100, 20001), torch.tensor([-1e30, -1e4, 1e4, 1e30])]).requires_grad_()
     rows = torch.stack([gate, torch.ones_like(gate)], dim=-1)
@@ -113,9 +91,9 @@ def test_silu_holds_over_the_whole_range(implementation: str) -> None:
     torch.testing.assert_close(gate.grad.double(), right.grad, rtol=1e-6, atol=2e-7)
 
 
-def test_a_frozen_weight_gets_no_gradient_and_rows_do(implementation: str) -> None:
+def test_a_frozen_weight_gets_no_gradient_and_rows_do(implementation: None) -> None:
     counts = torch.tensor([3, 4])
-    for op, _, halves in OPS.values():
+    for op, _, halves in PRODUCTS.values():
         rows, weight = torch.randn(7, 8, requires_grad=True), torch.randn(2, 8 * halves, 8)
         op(rows, weight, counts).sum().backward()
         assert rows.grad is not None and weight.grad is None
@@ -124,16 +102,16 @@ def test_a_frozen_weight_gets_no_gradient_and_rows_do(implementation: str) -> No
         assert trained.grad is not None and frozen.grad is None
 
 
-def test_strided_operands(implementation: str) -> None:
+def test_strided_operands(implementation: None) -> None:
     rows, weight = torch.randn(8, 7).t(), torch.randn(2, 8, 16).transpose(1, 2)
     counts = torch.tensor([3, 4])
-    for op, _, _ in OPS.values():
+    for op, _, _ in PRODUCTS.values():
         assert torch.equal(op(rows, weight, counts), op(rows.contiguous(), weight.contiguous(), counts))
 
 
-def test_autocast_computes_in_its_dtype(implementation: str) -> None:
+def test_autocast_computes_in_its_dtype(implementation: None) -> None:
     rows, counts = torch.randn(7, 8, requires_grad=True), torch.tensor([3, 4])
-    for op, _, halves in OPS.values():
+    for op, _, halves in PRODUCTS.values():
         weight = torch.randn(2, 8 * halves, 8, requires_grad=True)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             out = op(rows, weight, counts)
@@ -144,14 +122,14 @@ def test_autocast_computes_in_its_dtype(implementation: str) -> None:
         assert rows.grad.dtype == weight.grad.dtype == torch.float32
 
 
-def test_opcheck(implementation: str) -> None:
+def test_opcheck(implementation: None) -> None:
     counts = torch.tensor([3, 0, 4])
     rows = torch.randn(9, 6, requires_grad=True)
     torch.library.opcheck(_grouped_linear, (rows, torch.randn(3, 5, 6, requires_grad=True), counts))
     torch.library.opcheck(_grouped_swiglu, (rows, torch.randn(3, 10, 6, requires_grad=True), counts))
 
 
-def test_compiles_into_one_graph(implementation: str) -> None:
+def test_compiles_into_one_graph(implementation: None) -> None:
     counts = torch.tensor([3, 0, 4])
 
     def loss(rows: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -167,6 +145,6 @@ def test_compiles_into_one_graph(implementation: str) -> None:
 
 
 def test_counts_that_pass_the_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ARCHON_KERNELS", "cpp")
+    use("cpp", monkeypatch)
     with pytest.raises(RuntimeError, match="counts pass the 5 rows at expert 1"):
         grouped_linear(torch.randn(5, 8), torch.randn(2, 8, 8), torch.tensor([3, 3]))
