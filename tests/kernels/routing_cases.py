@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,9 +29,14 @@ GATES: dict[str, dict[str, Any]] = {
 """Arguments of ``topk_gate``; ``bias`` stands for a bias of the choice."""
 
 
-GRADIENT = {torch.float32: (1e-6, 1e-6), torch.bfloat16: (8e-3, 1e-6), torch.float64: (1e-12, 1e-12)}
-"""Relative and absolute tolerance of a gradient, by the dtype of the logits; that of bf16 logits is
-rounded to bf16, which the interpreter of Triton does by cutting the rest off."""
+GRADIENT = {
+    torch.float32: (1e-6, 1e-6),
+    torch.bfloat16: (8e-3, 1e-6),
+    torch.float16: (1e-3, 1e-6),
+    torch.float64: (1e-12, 1e-12),
+}
+"""Relative and absolute tolerance of a gradient, by the dtype of the logits, to which it is rounded; the interpreter of
+Triton cuts off what bf16 has no room for."""
 
 
 def options(gate: str, experts: int, top_k: int) -> dict[str, Any]:
@@ -46,60 +52,65 @@ def options(gate: str, experts: int, top_k: int) -> dict[str, Any]:
 
 
 def spaced_logits(tokens: int, experts: int, seed: int = 0) -> Tensor:
-    """``[T, E]`` fp32 logits at least 1/32 apart, exact in bf16; positive, as sigmoids add up to 1 in pairs of ± x."""
+    """``[T, E]`` logits 1/32 apart or more, exact in every dtype; positive, as sigmoids add up to 1 in pairs of ± x."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.rand(tokens, experts, generator=generator).argsort(-1)
     return (order + 1) / 32
 
 
-def true_gate(
+def true_choices(
     logits: Tensor,
     top_k: int,
     *,
-    renormalize: bool,
     scores: str = "softmax",
-    scale: float = 1.0,
     n_groups: int = 1,
     groups_per_token: int = 1,
     group_score_top: int = 1,
     selection_bias_E: Tensor | None = None,
     indices_TK: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``topk_gate`` in float64, its choices made by Python's sort one token at a time."""
-    logits = logits.double()
-    values = logits.softmax(-1) if scores == "softmax" else 1 / (1 + (-logits).exp())
+    **_: Any,
+) -> Tensor:
+    """The choices of ``topk_gate``, made in float64 by Python's sort one token at a time."""
     experts = logits.shape[1]
     size = experts // n_groups
-    bias = [0.0] * experts if selection_bias_E is None else selection_bias_E.tolist()
+    members = [range(group * size, (group + 1) * size) for group in range(n_groups)]
+    values = _scores(logits, scores) + (0.0 if selection_bias_E is None else selection_bias_E.double())
     rows = []
-    for token, row in enumerate(values.tolist()):
-        selection = [value + extra for value, extra in zip(row, bias, strict=True)]
-        members = [range(group * size, (group + 1) * size) for group in range(n_groups)]
-        judged = [sum(sorted((selection[e] for e in member), reverse=True)[:group_score_top]) for member in members]
-        groups = sorted(range(n_groups), key=lambda group: (-judged[group], group))[:groups_per_token]
-        allowed = [e for group in groups for e in members[group]]
-        own = sorted(allowed, key=lambda e: (-selection[e], e))[:top_k]
+    for token, selection in enumerate(values.tolist()):
+        allowed: Sequence[int] = range(experts)
+        if groups_per_token < n_groups:
+            judged = [sum(sorted((selection[e] for e in member), reverse=True)[:group_score_top]) for member in members]
+            groups = sorted(range(n_groups), key=lambda group: (-judged[group], group))[:groups_per_token]
+            allowed = sorted(e for group in groups for e in members[group])
+        own = sorted(allowed, key=selection.__getitem__, reverse=True)[:top_k]  # stable, so the first of equal ones
         recorded = [-1] * top_k if indices_TK is None else indices_TK[token].tolist()
         rows.append([mine if given < 0 else given for mine, given in zip(own, recorded, strict=True)])
-    indices = torch.tensor(rows, dtype=torch.long).view(len(rows), top_k)
-    weights = values.gather(-1, indices)
+    return torch.tensor(rows, dtype=torch.long).view(len(rows), top_k)
+
+
+def true_weights(
+    logits: Tensor, indices: Tensor, *, renormalize: bool, scores: str = "softmax", scale: float = 1.0, **_: Any
+) -> Tensor:
+    """The weights of ``topk_gate`` for its choices, in float64."""
+    weights = _scores(logits, scores).gather(-1, indices)
     if renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if scores == "sigmoid" else 0.0))
-    return weights * scale, indices
+    return weights * scale
 
 
-def random_choices(tokens: int, experts: int, top_k: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(tokens, experts, generator=generator).argsort(-1)[:, :top_k]
+def _scores(logits: Tensor, scores: str) -> Tensor:
+    logits = logits.double()
+    return logits.softmax(-1) if scores == "softmax" else 1 / (1 + (-logits).exp())
 
 
-def assert_equals_truth(logits: Tensor, top_k: int, arguments: dict[str, Any]) -> None:
-    """Weights, choices and gradient."""
+def assert_equals_truth(logits: Tensor, top_k: int, arguments: dict[str, Any], choices: Tensor | None = None) -> None:
+    """Weights, choices and gradient; the true choices take time, so that whoever has them may pass them."""
     dtype = logits.dtype
     logits = logits.clone().requires_grad_()
     exact = logits.detach().double().requires_grad_()
     weights, indices = topk_gate(logits, top_k, **arguments)
-    expected, choices = true_gate(exact, top_k, **arguments)
+    choices = true_choices(logits.detach(), top_k, **arguments) if choices is None else choices
+    expected = true_weights(exact, choices, **arguments)
     assert weights.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert indices.dtype == torch.long and torch.equal(indices, choices)
     close = 1e-12 if dtype == torch.float64 else 1e-6

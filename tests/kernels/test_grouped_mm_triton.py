@@ -29,8 +29,17 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("groups", "width", "inner"), [("uneven", 7, 11), ("uneven", 40, 136), ("nothing", 8, 16),
-                                                       ("one_each", 72, 8), ("one_expert", 24, 72), ("skew", 136, 24)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("groups", "width", "inner"),
+    [
+        ("uneven", 7, 11),
+        ("uneven", 40, 136),
+        ("nothing", 8, 16),
+        ("one_each", 72, 8),
+        ("one_expert", 24, 72),
+        ("skew", 136, 24),
+    ],
+)
 @pytest.mark.parametrize("op", PRODUCTS)
 def test_triton_multiplies(op: str, groups: str, width: int, inner: int, dtype: torch.dtype) -> None:
     for beyond in (0, 5):

@@ -1,15 +1,18 @@
 """Clipped policy loss: values, gradients and sums against closed forms, at the sides of every bound.
 
-Tolerances: losses and gradients 1e-6 (1e-12 for fp64; the gradient of bf16 log-probs is rounded to bf16), sums of
-ratios and KL 1e-6, counts exact.
+Tolerances: losses and gradients 1e-6 (1e-12 for fp64; the gradient of bf16 log-probs, rounded to it, 4e-3 and of fp16
+ones 5e-4 relative), sums of ratios and KL 1e-6, counts exact. There is no C++: the reference is one pass already.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
+from cases import noted
+from moe_cases import TOKENS
 from policy_loss_cases import DTYPES, MASKS, OPTIONS, assert_equals_truth, columns, sums_of, true_loss
 from torch import Tensor
 
@@ -20,20 +23,24 @@ EPS, EPS_HIGH, C = 0.2, 0.28, 3.0
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("tokens", [0, 1, 7, 129, 1000])
-def test_loss_gradient_and_sums_equal_closed_forms(tokens: int, mask: str, dtype: torch.dtype) -> None:
-    for option in OPTIONS:
-        for weighted in (False, True):
+def test_loss_gradient_and_sums_equal_closed_forms(mask: str, dtype: torch.dtype) -> None:
+    for tokens, option, weighted in itertools.product(TOKENS, OPTIONS, (False, True)):
+        with noted(tokens=tokens, option=option, weighted=weighted):
             assert_equals_truth(tokens, dtype, mask, option, weighted=weighted, sums_rtol=1e-6)
 
 
-@pytest.mark.parametrize("advantage", [2.0, -0.5, 0.0])
-@pytest.mark.parametrize("ratio", [0.01, 0.79, 0.81, 1.0, 1.19, 1.21, 1.27, 1.29, 2.9, 3.1, 50.0])
 @pytest.mark.parametrize("eps_high", [None, EPS_HIGH])
 @pytest.mark.parametrize("c_clip", [None, C])
-def test_value_and_gradient_of_one_token(
-    advantage: float, ratio: float, eps_high: float | None, c_clip: float | None
+def test_value_and_gradient_of_one_token_on_both_sides_of_every_bound(
+    eps_high: float | None, c_clip: float | None
 ) -> None:
+    ratios = (0.01, 0.79, 0.81, 1.0, 1.19, 1.21, 1.27, 1.29, 2.9, 3.1, 50.0)
+    for advantage, ratio in itertools.product((2.0, -0.5, 0.0), ratios):
+        with noted(advantage=advantage, ratio=ratio):
+            check_one_token(advantage, ratio, eps_high, c_clip)
+
+
+def check_one_token(advantage: float, ratio: float, eps_high: float | None, c_clip: float | None) -> None:
     options = {"eps_clip": EPS, "eps_clip_higher": eps_high, "c_clip": c_clip}
     proximal = torch.tensor([-1.5], dtype=torch.float64)
     logprobs = (proximal + math.log(ratio)).requires_grad_()

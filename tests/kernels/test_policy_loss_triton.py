@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from cases import pairwise
 from policy_loss_cases import DTYPES, MASKS, OPTIONS, assert_equals_truth, sums_of
 
 from archon_kernels.policy_loss import masked_policy_loss
@@ -20,13 +21,20 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ARCHON_KERNELS", "triton")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("tokens", [0, 1, 7, 129, 1500])
-def test_loss_gradient_and_sums_equal_closed_forms(tokens: int, mask: str, dtype: torch.dtype) -> None:
-    """The most tokens take two programs."""
-    for option, weighted in zip(OPTIONS, (True, False, True), strict=True):
-        assert_equals_truth(tokens, dtype, mask, option, weighted=weighted, sums_rtol=1e-6)
+CASES = pairwise(
+    tokens=(0, 1, 7, 129, 1500),  # of which the last takes two programs
+    dtype=tuple(DTYPES),
+    mask=MASKS,
+    option=tuple(OPTIONS),
+    weighted=(False, True),
+)
+
+
+@pytest.mark.parametrize(("tokens", "dtype", "mask", "option", "weighted"), [case.values() for case in CASES])
+def test_loss_gradient_and_sums_equal_closed_forms(
+    tokens: int, dtype: torch.dtype, mask: str, option: str, weighted: bool
+) -> None:
+    assert_equals_truth(tokens, dtype, mask, option, weighted=weighted, sums_rtol=1e-6)
 
 
 @pytest.mark.parametrize("size", [1e-6, 1e-3, 0.1, 0.49, 0.51, 3.0])

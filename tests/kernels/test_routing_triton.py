@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from routing_cases import GATES, assert_equals_truth, options, random_choices, spaced_logits
+from cases import noted, pairwise
+from moe_cases import CHOICES, EXPERTS, choices, random_choices
+from routing_cases import GATES, assert_equals_truth, options, spaced_logits
 
 from archon_kernels.routing import count_experts, topk_gate
 
@@ -18,22 +20,33 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ARCHON_KERNELS", "triton")
 
 
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize(
-    ("tokens", "experts", "top_k", "dtype"),
-    [
-        (0, 8, 2, torch.float32),
-        (1, 1, 1, torch.bfloat16),
-        (7, 8, 8, torch.float32),
-        (129, 8, 2, torch.bfloat16),
-        (7, 128, 1, torch.float64),
-        (129, 128, 8, torch.float32),
-        (7, 160, 6, torch.float32),  # groups of 20
-    ],
-    ids=str,
+TOKENS = (0, 1, 7, 129)
+GATED = pairwise(
+    lambda experts, top_k, **_: top_k <= experts,
+    gate=tuple(GATES),
+    tokens=TOKENS,
+    experts=EXPERTS,
+    top_k=CHOICES,
+    dtype=(torch.float32, torch.bfloat16),
 )
+
+
+@pytest.mark.parametrize(("gate", "tokens", "experts", "top_k", "dtype"), [case.values() for case in GATED])
 def test_gate_equals_float64(gate: str, tokens: int, experts: int, top_k: int, dtype: torch.dtype) -> None:
     assert_equals_truth(spaced_logits(tokens, experts).to(dtype), top_k, options(gate, experts, top_k))
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_gate_of_groups_that_fill_no_block_and_gate_in_fp64(gate: str) -> None:
+    assert_equals_truth(spaced_logits(7, 160), 6, options(gate, 160, 6))  # groups of 20
+    assert_equals_truth(spaced_logits(7, 128).double(), 1, options(gate, 128, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 1, 1), (7, 8, 8), (129, 128, 2)])
+def test_all_tokens_to_one_expert(tokens: int, experts: int, top_k: int, dtype: torch.dtype) -> None:
+    arguments = {"renormalize": True, "indices_TK": choices(tokens, experts, top_k, skewed=True)}
+    assert_equals_truth(spaced_logits(tokens, experts).to(dtype), top_k, arguments)
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -57,12 +70,21 @@ def test_tokens_whose_logits_are_not_numbers_get_different_experts() -> None:
     assert indices.tolist() == [[0, 1, 2]] * 2
 
 
-@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(0, 8, 2), (1, 1, 1), (129, 8, 2), (300, 128, 8)])
-def test_counts(tokens: int, experts: int, top_k: int) -> None:
-    """The last of these needs several programs."""
-    indices = random_choices(tokens, experts, top_k, seed=tokens)
-    assert torch.equal(count_experts(indices, experts), torch.bincount(indices.flatten(), minlength=experts))
-    mask = torch.rand(tokens) < 0.5
-    counted = count_experts(indices, experts, mask)
-    assert torch.equal(counted, torch.bincount(indices[mask].flatten(), minlength=experts))
-    assert torch.equal(count_experts(torch.zeros_like(indices), experts)[:1], torch.tensor([tokens * top_k]))
+def test_counts() -> None:
+    shapes = pairwise(
+        lambda experts, top_k, **_: top_k <= experts,
+        tokens=(*TOKENS, 300),  # of which the last may need several programs
+        experts=EXPERTS,
+        top_k=CHOICES,
+        skewed=(False, True),
+        mask=(None, "zeros", "ones", "random"),
+    )
+    for case in shapes:
+        kind, experts = case.pop("mask"), case["experts"]
+        indices = choices(**case)
+        part = {"zeros": 0.0, "ones": 1.0, "random": 0.5}.get(kind)
+        mask = None if part is None else torch.rand(indices.shape[0]) < part
+        with noted(**case, mask=mask):
+            kept = indices if mask is None else indices[mask]
+            counted = count_experts(indices, experts, mask)
+            assert torch.equal(counted, torch.bincount(kept.flatten(), minlength=experts))
