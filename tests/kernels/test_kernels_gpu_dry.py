@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -26,13 +28,9 @@ OPS = (
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return run_python(str(SCRIPT), *arguments, **environment)
-
-
-def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "ARCHON_KERNELS")}
     kept["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    command = [sys.executable, *arguments]
+    command = [sys.executable, str(SCRIPT), *arguments]
     return subprocess.run(command, env=kept | environment, capture_output=True, text=True, timeout=300, check=False)
 
 
@@ -60,24 +58,37 @@ def test_a_dry_run_checks_and_times_every_op(kernels: str, tmp_path: Path) -> No
     assert report["commit"]["id"] and report["versions"]["torch"]
 
 
-def test_a_broken_op_is_recorded_and_the_others_run(tmp_path: Path) -> None:
-    path = tmp_path / "report.json"
-    broken = (
-        f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import kernels_gpu\n"
-        "kernels_gpu.sort_by_expert = lambda *_: 1 / 0\n"
-        f"sys.argv = ['kernels_gpu.py', '--dry', '--ops', 'permute', 'topk_gate', '--json', {str(path)!r}]\n"
-        "kernels_gpu.main()"
-    )
-    done = run_python("-c", broken)
-    assert done.returncode == 1 and "parity of permute uniform" in done.stderr and "topk_gate" not in done.stderr
-    report = json.loads(path.read_text())
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script as a module of this process, which saves the imports of another."""
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    monkeypatch.delenv("ARCHON_KERNELS", raising=False)
+    return importlib.import_module(SCRIPT.stem)
+
+
+def failures_and_report(
+    script: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str
+) -> tuple[str, dict[str, Any]]:
+    path = folder / "report.json"
+    monkeypatch.setattr(sys, "argv", [SCRIPT.name, "--dry", *arguments, "--json", str(path)])
+    with pytest.raises(SystemExit) as ended:
+        script.main()
+    return str(ended.value.code), json.loads(path.read_text())
+
+
+def test_a_broken_op_is_recorded_and_the_others_run(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "sort_by_expert", lambda *_: 1 / 0)
+    failures, report = failures_and_report(script, tmp_path, monkeypatch, "--ops", "permute", "topk_gate")
+    assert "parity of permute uniform" in failures and "topk_gate" not in failures
     assert {row["op"] for row in rows_of(report, "archon") if "error" in row} == {"permute"}
     assert {row["op"] for row in rows_of(report, "archon") if "ms" in row} == {"topk_gate"}
     assert "ZeroDivisionError" in report["failures"][0]
 
 
-def test_nothing_starts_after_the_time_budget(tmp_path: Path) -> None:
-    path = tmp_path / "report.json"
-    done = run("--dry", "--ops", "permute", "--budget", "0", "--json", str(path))
-    assert done.returncode == 1 and "the time budget is spent" in done.stderr
-    assert not any("ms" in row for row in json.loads(path.read_text())["results"])
+def test_nothing_starts_after_the_time_budget(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures, report = failures_and_report(script, tmp_path, monkeypatch, "--ops", "permute", "--budget", "0")
+    assert "the time budget is spent" in failures and not any("ms" in row for row in report["results"])

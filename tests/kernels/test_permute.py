@@ -39,7 +39,7 @@ def test_sort_is_stable_and_inverts(experts: int, top_k: int) -> None:
 def test_permute_and_combine_equal_plain_formulas(experts: int, top_k: int) -> None:
     for tokens, skewed, dtype, tile in itertools.product(TOKENS, (False, True), TOLERANCE, (1, 16)):
         if tokens == 1000 and dtype in (torch.float16, torch.float64):
-            continue
+            continue  # these are no part of what must be proven, and take time
         with noted(tokens=tokens, skewed=skewed, dtype=dtype, tile=tile):
             assert_moves_and_sums(choices(tokens, experts, top_k, skewed), experts, tile, dtype, TOLERANCE, width=24)
 
@@ -96,13 +96,12 @@ def test_combine_of_bf16_rows_sums_in_fp32(implementation: None) -> None:
     assert torch.equal(out, combine(rows, weights.double(), order))  # weights too are used in fp32
 
 
-@pytest.mark.parametrize("tile", [1, 4])
-def test_opcheck(tile: int, implementation: None) -> None:
+def test_opcheck(implementation: None) -> None:
     indices = random_choices(7, 5, 3)
-    order = sort_by_expert(indices, 5, tile)
+    order = sort_by_expert(indices, 5, tile=4)
     hidden, weights = torch.randn(7, 6, requires_grad=True), torch.rand(7, 3, requires_grad=True)
     rows = torch.randn(order.source.shape[0], 6, requires_grad=True)
-    torch.library.opcheck(_sort_by_expert, (indices, 5, tile))
+    torch.library.opcheck(_sort_by_expert, (indices, 5, 4))
     torch.library.opcheck(_permute, (hidden, order.source, order.position, 3))
     torch.library.opcheck(_combine, (rows, weights, order.source, order.position))
 

@@ -33,7 +33,7 @@ def test_gate_equals_float64(gate: str, experts: int, top_k: int, monkeypatch: p
         right = true_choices(logits, top_k, **arguments)
         for implementation in IMPLEMENTATIONS:
             use(implementation, monkeypatch)
-            for dtype in GRADIENT:
+            for dtype in GRADIENT if tokens < 1000 else (torch.float32, torch.bfloat16):
                 with noted(tokens=tokens, implementation=implementation, dtype=dtype):
                     assert_equals_truth(logits.to(dtype), top_k, arguments, right)
 
