@@ -20,14 +20,17 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
 logger = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "ARCHON_CACHE_DIR"
-BUILD_SECONDS = 600.0
+BUILD_SECONDS = 600.0  # for each call of the compiler
+WAIT_SECONDS = 2 * BUILD_SECONDS  # another process compiles, then links
 SOURCE_FOLDER = Path(__file__).parent / "csrc"
 _FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fopenmp", "-march=native", "-fno-math-errno", "-fno-trapping-math")
 
@@ -53,39 +56,73 @@ def problem() -> str | None:
 
 
 def build() -> Path:
-    """The shared library for this torch, this compiler and this processor; built if the cache has none.
+    """The shared library for these sources, this torch and this processor; built if the cache has none.
+
+    Which compiler built it does not count, so that a library built at install loads where there is no compiler; to try
+    another compiler, give it a cache of its own.
 
     Processes that need the same library wait for the one that builds it, and share its failure. If it is killed, the
     next builds anew and clears away what it left.
 
     Raises:
-        RuntimeError: there are no sources, there is no compiler, or it fails; the message holds its last words.
+        RuntimeError: there are no sources, there is no compiler that fits, or it fails; the message holds its last
+            words.
+        TimeoutError: another process holds the lock for longer than a build may take.
     """
     sources = sorted(SOURCE_FOLDER.glob("*.cpp"))
     if not sources:
         raise RuntimeError(f"there are no C++ sources in {SOURCE_FOLDER}")
-    compiler = _compiler()
     folder = cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    library = folder / f"archon_cpp_{_fingerprint(compiler)}.so"
+    library = folder / f"archon_cpp_{_fingerprint()}.so"
     if library.exists():
         return library
-    asked = time.time()
-    failure = library.with_suffix(".failed")
-    with library.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # freed by the system if its holder dies
+    compiler = _compiler()
+    folder.mkdir(parents=True, exist_ok=True)
+    with library.with_suffix(".lock").open("a+") as lock:
+        asked = _read(lock)
+        _acquire(lock)
         if library.exists():
             return library
-        if failure.exists() and failure.stat().st_mtime >= asked:
-            raise RuntimeError(failure.read_text())
+        # The file holds who built last and, on further lines, how that failed. If it is not what it was, that was while
+        # this process waited. Times would not do: the clocks of machines that share the folder differ.
+        if (last := _read(lock)) != asked and (failure := last.partition("\n")[2]):
+            raise RuntimeError(failure.strip())
         for leftover in folder.glob(f"{library.stem}.build_*"):
             shutil.rmtree(leftover)
+        lock.truncate(0)
+        print(f"process {os.getpid()} on {platform.node()} since {datetime.now():%F %T.%f}", file=lock, flush=True)
         try:
             _compile(compiler, sources, library)
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-            failure.write_text(f"{error}")
+            print(error, file=lock, flush=True)
             raise
     return library
+
+
+def _acquire(lock: TextIO) -> None:
+    """Take the lock, which the system frees if its holder dies; says once whom it waits for, and not for ever."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    said = False
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            holder = (_read(lock).splitlines() or ["another process"])[0]
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"waited {WAIT_SECONDS:g} s for {lock.name}, held by {holder}; end that process, or delete the file if "
+                f"its machine is gone, or set {CACHE_VARIABLE} to another folder"
+            )
+        if not said:
+            logger.warning("waiting up to %g s for the C++ kernels, built by %s: %s", WAIT_SECONDS, holder, lock.name)
+            said = True
+        time.sleep(0.1)
+
+
+def _read(lock: TextIO) -> str:
+    lock.seek(0)
+    return lock.read()
 
 
 def cache_folder() -> Path:
@@ -96,10 +133,10 @@ def cache_folder() -> Path:
 
 
 def _compiler() -> list[str]:
-    """``$CXX``, which may hold options, else the first compiler there is: g++, whose OpenMP runtime is torch's."""
+    """``$CXX``, which may hold options, else g++, whose OpenMP runtime is torch's."""
     if chosen := os.environ.get("CXX"):
         return shlex.split(chosen)
-    found = next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
+    found = next(filter(None, map(shutil.which, ("g++", "c++"))), None)
     if found is None:
         raise RuntimeError("there is no C++ compiler; install g++, or set CXX")
     return [found]
@@ -114,6 +151,8 @@ def _compile(compiler: list[str], sources: list[Path], library: Path) -> None:
     # A second OpenMP runtime would bring threads of its own: torch ships one, under a name that is not always the
     # system's.
     openmp = sorted(map(str, lib.glob("libgomp*.so*"))) or ["-fopenmp"]
+    if openmp != ["-fopenmp"] and "Free Software Foundation" not in _run([*compiler, "--version"]):
+        raise RuntimeError(f"{compiler[0]} is not GNU's: its threads need another OpenMP runtime; set CXX to a g++")
     logger.info("building the C++ kernels, once for this machine: %s", library)
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=f"{library.stem}.build_") as scratch:
         objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
@@ -142,9 +181,9 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
-def _fingerprint(compiler: list[str]) -> str:
-    """Changes with whatever the library depends on: sources, flags, torch, compiler, processor."""
-    parts = [torch.__version__, *compiler, _run([*compiler, "--version"]), platform.machine(), *_FLAGS, _processor()]
+def _fingerprint() -> str:
+    """Changes with whatever the library must fit: sources, flags, torch, processor."""
+    parts = [torch.__version__, platform.machine(), *_FLAGS, _processor()]
     digest = hashlib.sha256("\0".join(parts).encode())
     for path in sorted(SOURCE_FOLDER.glob("*.[ch]*")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,7 @@ import ctypes, sys
 from pathlib import Path
 from archon_kernels import extension
 extension.SOURCE_FOLDER = Path(sys.argv[1])
+extension.WAIT_SECONDS = float(sys.argv[2])
 library = extension.build()
 assert ctypes.CDLL(str(library)).archon_answer() == 42
 print(library)
@@ -56,11 +60,11 @@ def compiler(folder: Path, script: str) -> Path:
     return path
 
 
-def start(sources: Path, cache: Path, **environment: str) -> subprocess.Popen[str]:
+def start(sources: Path, cache: Path, wait: float = 60, **environment: str) -> subprocess.Popen[str]:
     python_path = os.pathsep.join([str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
     variables = os.environ | {"ARCHON_CACHE_DIR": str(cache), "PYTHONPATH": python_path} | environment
     return subprocess.Popen(
-        [sys.executable, "-c", BUILD, str(sources)],
+        [sys.executable, "-c", BUILD, str(sources), str(wait)],
         env=variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -73,6 +77,13 @@ def finish(process: subprocess.Popen[str]) -> str:
     out, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     return out.strip()
+
+
+def wait_until(there: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not there():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
 
 
 def test_many_processes_build_once(sources: Path, tmp_path: Path) -> None:
@@ -89,16 +100,43 @@ def test_a_killed_build_leaves_nothing_that_blocks_or_half_loads(sources: Path, 
     half = 'for word; do case "$word" in *.o|*.so) echo half > "$word";; esac; done'
     stuck = compiler(tmp_path, f"{half}; touch {tmp_path}/stuck; sleep 60")
     child = start(sources, cache, CXX=str(stuck))
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "stuck").exists():
-        assert time.monotonic() < deadline and child.poll() is None
-        time.sleep(0.02)
+    wait_until((tmp_path / "stuck").exists, child)
     os.killpg(child.pid, signal.SIGKILL)
     child.communicate(timeout=10)
     assert list(cache.glob("*.build_*")) and not list(cache.glob("*.so"))
     compiler(tmp_path, "")
     finish(start(sources, cache, CXX=str(stuck)))
     assert len(list(cache.glob("*.so"))) == 1 and not list(cache.glob("*.build_*"))
+
+
+def test_a_library_built_at_install_loads_where_there_is_no_compiler(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extension, "SOURCE_FOLDER", sources)
+    monkeypatch.setenv("ARCHON_CACHE_DIR", str(tmp_path / "cache"))
+    library = extension.build()
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "/no/such/folder")
+    assert extension.build() == library
+    monkeypatch.setenv("ARCHON_CACHE_DIR", str(tmp_path / "empty"))
+    with pytest.raises(RuntimeError, match="there is no C\\+\\+ compiler"):
+        extension.build()
+
+
+def test_a_process_that_waits_says_for_whom_and_gives_up(sources: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    stuck = compiler(tmp_path, f"touch {tmp_path}/stuck; sleep 60")
+    builder = start(sources, cache, CXX=str(stuck))
+    wait_until((tmp_path / "stuck").exists, builder)
+    waiting = start(sources, cache, wait=0.3, CXX=str(stuck))
+    _, errors = waiting.communicate(timeout=60)
+    os.killpg(builder.pid, signal.SIGKILL)
+    builder.communicate(timeout=10)
+    (lock,) = cache.glob("*.lock")
+    holder = f"process {builder.pid} on {platform.node()} since "
+    assert waiting.returncode == 1 and errors.count("waiting up to 0.3 s for") == 1
+    assert f"built by {holder}" in errors and f"waited 0.3 s for {lock}, held by {holder}" in errors
+    assert "ARCHON_CACHE_DIR" in errors
 
 
 def test_changed_sources_are_built_anew(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,13 +150,37 @@ def test_changed_sources_are_built_anew(sources: Path, tmp_path: Path, monkeypat
 
 
 def test_processes_that_wait_for_a_failing_build_share_its_failure(sources: Path, tmp_path: Path) -> None:
-    (sources / "answer.cpp").write_text("this is not C++\n")
-    slow = compiler(tmp_path, "sleep 3")
-    children = [start(sources, tmp_path / "cache", CXX=str(slow)) for _ in range(2)]
-    for child in children:
+    """Who comes later builds anew, though the failure is there, from a clock that is ahead."""
+    cache = tmp_path / "cache"
+    broken = compiler(tmp_path, f"touch {tmp_path}/at_work; while [ ! -e {tmp_path}/go ]; do sleep 0.1; done; exit 3")
+    builder = start(sources, cache, CXX=str(broken))
+    wait_until((tmp_path / "at_work").exists, builder)
+    waiting = start(sources, cache, CXX=str(broken))
+    said = waiting.stderr.readline() if waiting.stderr else ""
+    assert "waiting" in said
+    (tmp_path / "go").touch()
+    for child in (builder, waiting):
         _, errors = child.communicate(timeout=120)
-        assert child.returncode == 1 and "error: " in errors and "answer.cpp:1" in errors
+        assert child.returncode == 1 and f"RuntimeError: the C++ compiler {broken} failed with code 3" in errors
     assert (tmp_path / "compiled").read_text().count("answer.cpp") == 1
+    (lock,) = cache.glob("*.lock")
+    os.utime(lock, (time.time() + 3600,) * 2)
+    compiler(tmp_path, "")
+    finish(start(sources, cache, CXX=str(broken)))
+    assert (tmp_path / "compiled").read_text().count("answer.cpp") == 2
+
+
+def test_a_compiler_with_another_openmp_runtime_is_refused(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clang = tmp_path / "clang++"
+    clang.write_text("#!/bin/sh\necho clang version 14.0.6\n")
+    clang.chmod(0o755)
+    monkeypatch.setattr(extension, "SOURCE_FOLDER", sources)
+    monkeypatch.setenv("ARCHON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", str(clang))
+    with pytest.raises(RuntimeError, match=rf"{re.escape(str(clang))} is not GNU's.*set CXX to a g\+\+"):
+        extension.build()
 
 
 def test_a_broken_compiler_is_reported_once_and_the_reference_runs(
@@ -148,8 +210,10 @@ def test_a_broken_compiler_is_reported_once_and_the_reference_runs(
     ],
     ids=["missing", "none", "read_only_cache"],
 )
-def test_building_from_the_command_line_says_what_is_missing(variables: dict[str, str], reason: str) -> None:
-    kept = {name: value for name, value in os.environ.items() if name != "CXX"}
+def test_building_from_the_command_line_says_what_is_missing(
+    variables: dict[str, str], reason: str, tmp_path: Path
+) -> None:
+    kept = {name: value for name, value in os.environ.items() if name != "CXX"} | {"ARCHON_CACHE_DIR": str(tmp_path)}
     kept["PYTHONPATH"] = os.pathsep.join([str(ROOT / "kernels"), kept.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-m", "archon_kernels.extension"],
