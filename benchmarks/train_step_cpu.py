@@ -4,7 +4,12 @@
 
 Two batches: RL-shaped (lengths spread four times, half of each sequence is prompt that trains nothing) and equal
 lengths without a mask. transformers pads its batch, as it must; Archon packs. Both run AdamW over fp32 weights, in
-fp32 and in bf16 compute (transformers: autocast). Each contender runs in a process of its own, alternating.
+fp32 and in bf16 compute (transformers: autocast). Each contender runs in a process of its own, alternating;
+transformers with every implementation of its experts that fits (``batched_mm`` copies the weights of its experts for
+each token), of which the faster counts.
+
+``peak_share`` divides the operations that the model needs by the time and by the FLOP/s of one large product, measured
+in the same process. ``head_seconds`` times linear_logprob, forward and backward, by the part of its rows that train.
 """
 
 from __future__ import annotations
@@ -21,13 +26,19 @@ from statistics import median
 import torch
 
 import archon
+from archon.bench import model_flops
 from archon.device import peak_memory_bytes
+from archon.models.config import ModelConfig
+from archon_kernels.linear_logprob import linear_logprob
 from report import argument_parser, write_report
 
 VOCAB = 32_000
 SHAPES = {"rl": (64, 256, 0.5), "equal": (160, 160, 0.0)}
 """Shortest and longest sequence, and which part of each is prompt."""
 LOSS = archon.LossSpec("archon.losses.SupervisedLoss")
+CONTENDERS = ("archon", "transformers grouped_mm", "transformers eager")
+TRAINED = (1.0, 0.75, 0.5, 0.25)
+"""Parts of the rows that the head is timed with."""
 
 
 def make_model(folder: Path) -> None:
@@ -71,10 +82,10 @@ def ours(folder: Path, dtype: str, batch: archon.PackedBatch) -> Callable[[], fl
     return lambda: engine.train_step(batch, LOSS)["loss"]
 
 
-def theirs(folder: Path, dtype: str, batch: archon.PackedBatch) -> Callable[[], float]:
+def theirs(folder: Path, dtype: str, batch: archon.PackedBatch, experts: str) -> Callable[[], float]:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="grouped_mm")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation=experts)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     sequences = batch.input_ids.split(batch.lengths.tolist())
     masks = batch.loss_mask.split(batch.lengths.tolist())
@@ -101,17 +112,53 @@ def theirs(folder: Path, dtype: str, batch: archon.PackedBatch) -> Callable[[], 
     return step
 
 
+def product_flops(dtype: str) -> float:
+    """FLOP/s of a matrix product as large as the head's, the best of several: what a step could reach."""
+    a, b = (torch.randn(2048, size).to(getattr(torch, dtype)) for size in (1024, 4096))
+    a = a.t().contiguous()
+    seconds = []
+    for _ in range(10):
+        start = time.perf_counter()
+        torch.mm(a, b)
+        seconds.append(time.perf_counter() - start)
+    return 2.0 * a.shape[0] * a.shape[1] * b.shape[1] / min(seconds)
+
+
 def measure(contender: str, folder: Path, shape: str, dtype: str, tokens: int, steps: int) -> dict[str, object]:
     """Runs in a process of its own: seconds of each step after one warm-up, losses, and peak memory."""
     batch = make_batch(shape, tokens)
-    step = {"archon": ours, "transformers": theirs}[contender](folder, dtype, batch)
+    name, _, experts = contender.partition(" ")
+    step = ours(folder, dtype, batch) if name == "archon" else theirs(folder, dtype, batch, experts)
     losses, seconds = [step()], []
     for _ in range(steps):
         start = time.perf_counter()
         losses.append(step())
         seconds.append(time.perf_counter() - start)
-    memory = peak_memory_bytes(torch.device("cpu"))
-    return {"seconds": seconds, "losses": losses, "peak_memory_bytes": memory, "tokens": batch.num_tokens}
+    return {
+        "seconds": seconds,
+        "losses": losses,
+        "peak_memory_bytes": peak_memory_bytes(torch.device("cpu")),
+        "tokens": batch.num_tokens,
+        "model_flops": model_flops(ModelConfig.from_folder(folder), batch.lengths.tolist()),
+        "product_flops": product_flops(dtype),
+    }
+
+
+def measure_head(tokens: int, rounds: int = 5) -> dict[str, list[float]]:
+    """Seconds of the LM head's forward and backward in bf16, by the part of its rows that train; interleaved."""
+    hidden = torch.randn(tokens, 512).bfloat16().requires_grad_()
+    weight = (torch.randn(VOCAB, 512) * 0.02).bfloat16().requires_grad_()
+    targets = torch.randint(VOCAB, (tokens,))
+    seconds: dict[str, list[float]] = {f"{part}": [] for part in TRAINED}
+    for measured in [False] + [True] * rounds:
+        for part in TRAINED:
+            mask = torch.arange(tokens) < part * tokens
+            start = time.perf_counter()
+            linear_logprob(hidden, weight, targets, mask_M=mask).logprobs.sum().backward()
+            if measured:
+                seconds[f"{part}"].append(time.perf_counter() - start)
+            hidden.grad = weight.grad = None
+    return seconds
 
 
 def main() -> None:
@@ -127,6 +174,7 @@ def main() -> None:
         return
 
     samples: dict[str, list[float]] = {}
+    shares: dict[str, list[float]] = {}
     memory: dict[str, int] = {}
     losses: dict[str, list[float]] = {}
     cases = [(shape, dtype) for shape in SHAPES for dtype in ("bfloat16", "float32")]
@@ -134,36 +182,45 @@ def main() -> None:
         make_model(Path(folder))
         for _ in range(args.rounds):
             for shape, dtype in cases:
-                for contender in ("archon", "transformers"):
+                for contender in CONTENDERS:
                     command = [sys.executable, __file__, "--tokens", str(args.tokens), "--steps", str(args.steps)]
                     command += ["--measure", contender, folder, shape, dtype]
                     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
                     found = json.loads(done.stdout.splitlines()[-1])
                     name = f"{shape} {dtype} {contender}"
+                    reached = found["model_flops"] / found["product_flops"]
                     samples.setdefault(name, []).extend(found["tokens"] / s for s in found["seconds"])
+                    shares.setdefault(name, []).extend(reached / s for s in found["seconds"])
                     memory[name] = max(memory.get(name, 0), found["peak_memory_bytes"])
                     losses[name] = found["losses"]
-    ratios = {
-        f"{shape} {dtype}": median(samples[f"{shape} {dtype} archon"])
-        / median(samples[f"{shape} {dtype} transformers"])
-        for shape, dtype in cases
+    head = measure_head(args.tokens)
+    speed = {name: median(values) for name, values in samples.items()}
+    rival = {  # the fastest of the others, by case
+        case: max((f"{case} {other}" for other in CONTENDERS[1:]), key=speed.__getitem__)
+        for case in (f"{shape} {dtype}" for shape, dtype in cases)
     }
-    report = write_report(
+    ratios = {case: speed[f"{case} archon"] / speed[name] for case, name in rival.items()}
+    head_ratio = {part: median(seconds) / median(head["1.0"]) for part, seconds in head.items()}
+    write_report(
         args.json,
         unit="tokens/s",
         samples=samples,
         ratio=ratios["rl bfloat16"],
         ratios=ratios,
+        peak_share={name: median(values) for name, values in shares.items()},
         peak_memory_bytes=memory,
         losses=losses,
+        head_seconds=head,
+        head_ratio=head_ratio,
     )
-    for shape, dtype in cases:
-        a, t = f"{shape} {dtype} archon", f"{shape} {dtype} transformers"
-        print(
-            f"{shape:6s} {dtype:9s} archon {report['median'][a]:7.0f} tokens/s {memory[a] / 2**30:5.2f} GiB   "
-            f"transformers {report['median'][t]:7.0f} tokens/s {memory[t] / 2**30:5.2f} GiB   "
-            f"ratio {ratios[f'{shape} {dtype}']:.2f}   loss {losses[a][-1]:.5f} {losses[t][-1]:.5f}"
-        )
+    for case, theirs_name in rival.items():
+        for name in (f"{case} archon", theirs_name):
+            print(
+                f"{name:40s} {speed[name]:7.0f} tokens/s  {median(shares[name]):4.0%} of a product's FLOP/s  "
+                f"{memory[name] / 2**30:5.2f} GiB  loss {losses[name][-1]:.5f}"
+            )
+        print(f"{case:40s} ratio {ratios[case]:.2f}")
+    print("head's time by the part that trains: " + ", ".join(f"{part}: {x:.2f}" for part, x in head_ratio.items()))
 
 
 if __name__ == "__main__":

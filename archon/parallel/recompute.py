@@ -82,7 +82,7 @@ def layer_activation_bytes(config: ModelConfig, width: int, index: int) -> int:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     queries, keys = heads * config.head_dim, kv_heads * config.head_dim
     size = 2 * norm_activation_bytes(hidden, width) + width * hidden  # both norms, and what the projections read
-    size += width * (3 * queries + 2 * keys)  # q, k, v; the output, as attention and as the projection saw it
+    size += width * (2 * queries + 2 * keys)  # q, k, v, and the output, which the projection reads
     size += _FP32 * heads  # log-sum-exp
     if config.qk_norm:
         size += norm_activation_bytes(queries + keys, width, heads + kv_heads)
