@@ -281,7 +281,7 @@ def parity(make: Make, sizes: Sizes, dtype: torch.dtype, device: torch.device) -
     ours = outputs_and_gradients(problem.ours, problem.inputs, pulls)
     right = outputs_and_gradients(problem.plain, wide, pulls)
     errors = [
-        float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-12))
+        float((a - b).detach().double().norm() / b.detach().double().norm().clamp(min=1e-12))
         for a, b in zip(ours, right, strict=True)
     ]
     return max(errors) if all(error == error for error in errors) else float("nan")

@@ -22,7 +22,7 @@ def grouped_linear(rows_ND: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Ten
     Sums run in fp32 or better. Under autocast the operands are cast to its dtype.
 
     Args:
-        rows_ND: ``[N, D]`` sorted by expert, fp32, bf16 or fp64; N may be 0.
+        rows_ND: ``[N, D]`` sorted by expert, fp32, bf16, fp16 or fp64; N may be 0.
         weight_EFD: ``[E, F, D]``, same dtype.
         counts_E: ``[E]`` int64 rows of each expert, at most N in all; zeros are allowed.
 
@@ -39,7 +39,7 @@ def grouped_swiglu(rows_ND: Tensor, gate_up_EFD: Tensor, counts_E: Tensor) -> Te
     better on them. Otherwise as ``grouped_linear``.
 
     Args:
-        rows_ND: ``[N, D]`` sorted by expert, fp32, bf16 or fp64; N may be 0.
+        rows_ND: ``[N, D]`` sorted by expert, fp32, bf16, fp16 or fp64; N may be 0.
         gate_up_EFD: ``[E, 2F, D]``, gate first, same dtype.
         counts_E: ``[E]`` int64 rows of each expert, at most N in all; zeros are allowed.
 

@@ -113,21 +113,24 @@ def test_junk_in_one_document_stays_in_it(poison: float, kernels: str, monkeypat
 
 
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
-def test_bf16_has_bf16_accuracy(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1e-2 of the norm of the output and of each gradient."""
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)], ids=str)
+def test_narrow_dtypes_have_their_accuracy(
+    dtype: torch.dtype, tolerance: float, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the norm of the output and of each gradient."""
     monkeypatch.setenv("ARCHON_KERNELS", kernels)
     lengths = [3, 17, 140]
-    ours = [torch.randn(160, heads, 8).bfloat16().requires_grad_() for heads in (4, 2, 2)]
+    ours = [torch.randn(160, heads, 8).to(dtype).requires_grad_() for heads in (4, 2, 2)]
     right = [tensor.detach().double().requires_grad_() for tensor in ours]
     out = packed_attention(*ours, Documents.from_cu_seqlens(borders(lengths)))
-    assert out.dtype == torch.bfloat16
+    assert out.dtype == dtype
     expected = truth(*right, lengths)
-    assert (out.double() - expected).norm() <= 1e-2 * expected.norm()
+    assert (out.double() - expected).norm() <= tolerance * expected.norm()
     pull = torch.randn(160, 4, 8)
-    out.backward(pull.bfloat16())
+    out.backward(pull.to(dtype))
     expected.backward(pull.double())
     for tensor, reference in zip(ours, right, strict=True):
-        assert (tensor.grad.double() - reference.grad).norm() <= 1e-2 * reference.grad.norm()
+        assert (tensor.grad.double() - reference.grad).norm() <= tolerance * reference.grad.norm()
 
 
 @pytest.mark.parametrize("threads", [1, 2])
