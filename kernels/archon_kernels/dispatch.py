@@ -15,18 +15,18 @@ from archon_kernels import extension
 
 Op = TypeVar("Op")
 
-IMPLEMENTATIONS = ("triton", "cpp", "reference")
+NAMES = ("triton", "cpp", "reference")
 VARIABLE = "ARCHON_KERNELS"
 
 
-def choose(implementations: Mapping[str, Op], device: torch.device) -> Op:
+def choose(table: Mapping[str, Op], device: torch.device) -> Op:
     """The implementation of an op for tensors on ``device``.
 
     The environment variable ``ARCHON_KERNELS`` names the one to use; an op that has none of that name runs its
     reference.
 
     Args:
-        implementations: from names in ``IMPLEMENTATIONS`` to what runs; ``reference`` is always among them.
+        table: from names in ``NAMES`` to what runs; ``reference`` is always among them.
 
     Raises:
         ValueError: ``ARCHON_KERNELS`` is no name of an implementation, or names one that cannot run on the device.
@@ -34,24 +34,35 @@ def choose(implementations: Mapping[str, Op], device: torch.device) -> Op:
     wanted = os.environ.get(VARIABLE)
     if wanted is None:
         fast = "cpp" if device.type == "cpu" else "triton"
-        return implementations[fast if fast in implementations and _runs(fast, device) else "reference"]
-    if wanted not in IMPLEMENTATIONS:
-        raise ValueError(f"{VARIABLE}={wanted!r}: choose one of {', '.join(IMPLEMENTATIONS)}, or unset it")
-    if wanted not in implementations:
-        return implementations["reference"]
+        return table[fast if fast in table and _runs(fast, device) else "reference"]
+    if wanted not in NAMES:
+        raise ValueError(f"{VARIABLE}={wanted!r}: choose one of {', '.join(NAMES)}, or unset it")
+    if wanted not in table:
+        return table["reference"]
     if not _runs(wanted, device):
         raise ValueError(f"{VARIABLE}={wanted}: {_needs(wanted)}; the tensors are on {device.type}")
-    return implementations[wanted]
+    return table[wanted]
 
 
-def cpp(name: str) -> Callable[..., Any]:
-    """The C++ op of that name, looked up when it is called, which ``choose`` allows once the library is loaded."""
-    return lambda *args: getattr(torch.ops.archon_cpp, name)(*args)
+def implementations(
+    reference: Callable[..., Any], *, cpp: str | None = None, triton: str | None = None
+) -> dict[str, Callable[..., Any]]:
+    """What ``choose`` chooses from; the fast ones are looked up when they are called.
 
-
-def triton(module: str, name: str) -> Callable[..., Any]:
-    """A function of ``archon_kernels.triton_ops.<module>``, imported when it is called: importing Triton takes time."""
-    return lambda *args: getattr(importlib.import_module(f"archon_kernels.triton_ops.{module}"), name)(*args)
+    Args:
+        reference: in plain torch.
+        cpp: name of the C++ op.
+        triton: ``module.function`` in ``archon_kernels.triton_ops``; importing Triton takes time.
+    """
+    found = {"reference": reference}
+    if cpp is not None:
+        found["cpp"] = lambda *args: getattr(torch.ops.archon_cpp, cpp)(*args)
+    if triton is not None:
+        module, _, name = triton.partition(".")
+        found["triton"] = lambda *args: getattr(importlib.import_module(f"archon_kernels.triton_ops.{module}"), name)(
+            *args
+        )
+    return found
 
 
 def _runs(name: str, device: torch.device) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from archon_kernels.dispatch import choose, cpp, triton
+from archon_kernels.dispatch import choose, implementations
 from archon_kernels.dtypes import wide_dtype
 
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16)
@@ -112,38 +112,24 @@ def _reference_swiglu_backward(grad_NF: Tensor, product_NF: Tensor) -> Tensor:
     return torch.cat([grad_gate, grad * gate * sigmoid], dim=-1).to(product_NF.dtype)
 
 
-_LINEAR = {
-    "triton": triton("grouped_mm", "grouped_linear"),
-    "cpp": cpp("grouped_linear"),
-    "reference": _reference_linear,
-}
-_GRAD_ROWS = {
-    "triton": triton("grouped_mm", "grouped_linear_grad_rows"),
-    "cpp": cpp("grouped_linear_grad_rows"),
-    "reference": _reference_grad_rows,
-}
-_GRAD_WEIGHT = {
-    "triton": triton("grouped_mm", "grouped_linear_grad_weight"),
-    "cpp": cpp("grouped_linear_grad_weight"),
-    "reference": _reference_grad_weight,
-}
-_SWIGLU = {
-    "triton": triton("grouped_mm", "grouped_swiglu"),
-    "cpp": cpp("grouped_swiglu"),
-    "reference": _reference_swiglu,
-}
-_SWIGLU_BACKWARD = {
-    "triton": triton("grouped_mm", "swiglu_backward"),
-    "cpp": cpp("swiglu_backward"),
-    "reference": _reference_swiglu_backward,
-}
+_LINEAR = implementations(_reference_linear, cpp="grouped_linear", triton="grouped_mm.grouped_linear")
+_GRAD_ROWS = implementations(
+    _reference_grad_rows, cpp="grouped_linear_grad_rows", triton="grouped_mm.grouped_linear_grad_rows"
+)
+_GRAD_WEIGHT = implementations(
+    _reference_grad_weight, cpp="grouped_linear_grad_weight", triton="grouped_mm.grouped_linear_grad_weight"
+)
+_SWIGLU = implementations(_reference_swiglu, cpp="grouped_swiglu", triton="grouped_mm.grouped_swiglu")
+_SWIGLU_BACKWARD = implementations(
+    _reference_swiglu_backward, cpp="swiglu_backward", triton="grouped_mm.swiglu_backward"
+)
 
 
-def _choose(implementations: dict[str, Callable[..., Any]], x: Tensor) -> Callable[..., Any]:
+def _choose(table: dict[str, Callable[..., Any]], x: Tensor) -> Callable[..., Any]:
     """Triton multiplies no fp64 matrices."""
     if x.dtype == torch.float64:
-        implementations = {name: run for name, run in implementations.items() if name != "triton"}
-    return choose(implementations, x.device)
+        table = {name: run for name, run in table.items() if name != "triton"}
+    return choose(table, x.device)
 
 
 @torch.library.custom_op("archon::grouped_linear", mutates_args=())

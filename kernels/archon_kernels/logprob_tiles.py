@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from archon_kernels.dispatch import cpp, triton
+from archon_kernels.dispatch import implementations
 from archon_kernels.dtypes import wide_dtype
 
 TILE_ROWS = 8192
@@ -135,16 +135,8 @@ def scores_of(logits_MC: Tensor, bias_C: Tensor | None, temperature: Tensor | No
     return scores_MC if temperature is None else scores_MC.div_(temperature[:, None])
 
 
-STATISTICS = {
-    "cpp": cpp("logprob_statistics"),
-    "triton": triton("linear_logprob", "statistics"),
-    "reference": _reference_statistics,
-}
-GRADIENT = {
-    "cpp": cpp("logprob_gradient"),
-    "triton": triton("linear_logprob", "gradient"),
-    "reference": _reference_gradient,
-}
+STATISTICS = implementations(_reference_statistics, cpp="logprob_statistics", triton="linear_logprob.statistics")
+GRADIENT = implementations(_reference_gradient, cpp="logprob_gradient", triton="linear_logprob.gradient")
 
 
 def top_of_tile(scores_MC: Tensor, top_k: int, start: int) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from archon_kernels.dispatch import choose, cpp
+from archon_kernels.dispatch import choose, implementations
 from archon_kernels.dtypes import wide_dtype
 
 
@@ -43,8 +43,8 @@ def _reference_backward(grad_ND: Tensor, x_ND: Tensor, weight_D: Tensor, scale_N
     return grad_x.to(x_ND.dtype), (grad * normal).sum(0).to(weight_D.dtype)
 
 
-_FORWARD = {"cpp": cpp("rms_norm"), "reference": _reference}
-_BACKWARD = {"cpp": cpp("rms_norm_backward"), "reference": _reference_backward}
+_FORWARD = implementations(_reference, cpp="rms_norm")
+_BACKWARD = implementations(_reference_backward, cpp="rms_norm_backward")
 
 
 @torch.library.custom_op("archon::rms_norm", mutates_args=())

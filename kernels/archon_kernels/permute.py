@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from archon_kernels.dispatch import choose, cpp, triton
+from archon_kernels.dispatch import choose, implementations
 from archon_kernels.dtypes import check_choices, wide_dtype
 
 
@@ -117,31 +117,15 @@ def _reference_combine_backward(
     return grad_rows, grad_weights.to(weights_TK.dtype)
 
 
-_SORT = {
-    "triton": triton("permute", "sort_by_expert"),
-    "cpp": cpp("sort_by_expert"),
-    "reference": _reference_sort,
-}
-_PERMUTE = {
-    "triton": triton("permute", "permute"),
-    "cpp": cpp("permute"),
-    "reference": _reference_permute,
-}
-_PERMUTE_BACKWARD = {
-    "triton": triton("permute", "permute_backward"),
-    "cpp": cpp("permute_backward"),
-    "reference": _reference_permute_backward,
-}
-_COMBINE = {
-    "triton": triton("permute", "combine"),
-    "cpp": cpp("combine"),
-    "reference": _reference_combine,
-}
-_COMBINE_BACKWARD = {
-    "triton": triton("permute", "combine_backward"),
-    "cpp": cpp("combine_backward"),
-    "reference": _reference_combine_backward,
-}
+_SORT = implementations(_reference_sort, cpp="sort_by_expert", triton="permute.sort_by_expert")
+_PERMUTE = implementations(_reference_permute, cpp="permute", triton="permute.permute")
+_PERMUTE_BACKWARD = implementations(
+    _reference_permute_backward, cpp="permute_backward", triton="permute.permute_backward"
+)
+_COMBINE = implementations(_reference_combine, cpp="combine", triton="permute.combine")
+_COMBINE_BACKWARD = implementations(
+    _reference_combine_backward, cpp="combine_backward", triton="permute.combine_backward"
+)
 
 
 @torch.library.custom_op("archon::sort_by_expert", mutates_args=())

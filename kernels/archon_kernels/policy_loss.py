@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from archon_kernels.dispatch import choose, triton
+from archon_kernels.dispatch import choose, implementations
 from archon_kernels.dtypes import wide_dtype
 
 MAX_LOG_RATIO = 80.0
@@ -109,7 +109,7 @@ def _reference_policy_loss(
     return torch.where(mask_T, loss, 0.0), torch.where(mask_T, slope, 0.0), sums
 
 
-_POLICY_LOSS = {"triton": triton("policy_loss", "policy_loss"), "reference": _reference_policy_loss}
+_POLICY_LOSS = implementations(_reference_policy_loss, triton="policy_loss.policy_loss")
 
 
 @torch.library.custom_op("archon::masked_policy_loss", mutates_args=())

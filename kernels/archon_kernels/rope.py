@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from archon_kernels.dispatch import choose, cpp
+from archon_kernels.dispatch import choose, implementations
 
 
 def rotate(x_THd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def _reference(x_THd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor, inverse: bool) -
     return torch.addcmul(x_THd * cos_T1d, swapped, -sin_T1d if inverse else sin_T1d).to(x_THd.dtype)
 
 
-_ROTATE = {"cpp": cpp("rotate"), "reference": _reference}
+_ROTATE = implementations(_reference, cpp="rotate")
 
 
 @torch.library.custom_op("archon::rotate", mutates_args=())

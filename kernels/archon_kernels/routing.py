@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from archon_kernels.dispatch import choose, cpp, triton
+from archon_kernels.dispatch import choose, implementations
 from archon_kernels.dtypes import check_choices, wide_dtype
 
 Scores = Literal["softmax", "sigmoid"]
@@ -184,13 +184,9 @@ def _epsilon(sigmoid: bool) -> float:
     return SIGMOID_EPSILON if sigmoid else 0.0
 
 
-_GATE = {"triton": triton("routing", "gate"), "cpp": cpp("topk_gate"), "reference": _reference_gate}
-_GATE_BACKWARD = {
-    "triton": triton("routing", "gate_backward"),
-    "cpp": cpp("topk_gate_backward"),
-    "reference": _reference_gate_backward,
-}
-_COUNT = {"triton": triton("routing", "count"), "cpp": cpp("count_experts"), "reference": _reference_count}
+_GATE = implementations(_reference_gate, cpp="topk_gate", triton="routing.gate")
+_GATE_BACKWARD = implementations(_reference_gate_backward, cpp="topk_gate_backward", triton="routing.gate_backward")
+_COUNT = implementations(_reference_count, cpp="count_experts", triton="routing.count")
 
 
 @torch.library.custom_op("archon::topk_gate", mutates_args=())
