@@ -285,7 +285,7 @@ def test_layout_parity_of_recompute_and_compile(
     assert_same(merged(found), expected)
 
 
-@pytest.mark.parametrize("layout", ["d2t2", "c2e2", "p2"])
+@pytest.mark.parametrize("layout", ["t2", "c2e2", "p2", pytest.param("d2t2", marks=pytest.mark.slow)])
 def test_deterministic_runs_are_bit_equal(layout: str, ranks: RankPool, folders: dict[str, Path]) -> None:
     case = Case(layout, "moe", {"deterministic": True}, lengths=FEW)
     first, second = (merged(ranks.run(observe, case.world_size, folders["moe"], case)) for _ in range(2))

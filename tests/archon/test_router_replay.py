@@ -18,7 +18,13 @@ from archon.batch import PackedBatch
 
 LENGTHS = (2, 37, 5, 20, 8, 3)
 MODELS = ("moe", "dense_first")
-LAYOUTS = ("d1", "d2e2", "t2e2", "c2", "p2", "(attn:d2|ffn:t2)")
+LAYOUTS = ("d2e2", "t2e2", "c2", "p2", "(attn:d2|ffn:t2)")
+SPLIT = [
+    *(("dense_first", layout) for layout in LAYOUTS),
+    *(("moe", layout) for layout in ("d2e2", "p2")),
+    *(pytest.param("moe", layout, marks=pytest.mark.slow) for layout in ("t2e2", "c2", "(attn:d2|ffn:t2)")),
+]
+CASES = [("dense_first", "d1"), ("moe", "d1"), *SPLIT]
 EXPERTS, TOP_K, SPARSE, ALL = 8, 2, 3, 4  # of dense_first
 BOTH = ("logprobs", "routed_experts")
 Found = dict[str, Tensor]
@@ -94,8 +100,7 @@ def after(found: Found, name: str) -> Found:
     return {key: tensor for key, tensor in found.items() if key.startswith(f"{name}/after/")}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "layout"), CASES)
 def test_replayed_choices_give_the_same_bits(found: Callable[[str, str], Found], model: str, layout: str) -> None:
     results = found(model, layout)
     for name in ("same", "all_layers", "none", "narrow"):
@@ -105,8 +110,7 @@ def test_replayed_choices_give_the_same_bits(found: Callable[[str, str], Found],
         assert torch.equal(results[key.replace("own/", "same/")], tensor), key
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "layout"), CASES)
 def test_other_choices_are_used_where_there_are_any(
     found: Callable[[str, str], Found], model: str, layout: str
 ) -> None:
@@ -123,8 +127,7 @@ def test_other_choices_are_used_where_there_are_any(
             assert not torch.equal(results[key.replace("own/", "others/")], tensor), key
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[1:])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "layout"), SPLIT)
 def test_layout_parity_of_replay(found: Callable[[str, str], Found], model: str, layout: str) -> None:
     results, expected = found(model, layout), found(model, "d1")
     for name, tensor in expected.items():
