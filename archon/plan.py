@@ -11,14 +11,12 @@ from archon.device import default_device
 from archon.models.config import ModelConfig
 from archon.models.decoder import Decoder
 from archon.parallel.recompute import layer_activation_bytes, norm_activation_bytes
-from archon_kernels.linear_logprob import default_tile_elements
+from archon_kernels.linear_logprob import logit_bytes
 
 _FP32 = 4
 COMPUTE_BYTES = {"float32": 4, "bfloat16": 2}
 _OPTIMIZER_STATES = {"adam": 2, "sgd": 0, None: 0}
 """fp32 numbers that the optimizer keeps for each parameter."""
-_TILES_IN_BACKWARD = 2
-"""Logit tiles alive at once in the backward of the LM head: forward's last, and the gradient of another."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ class MemoryPlan:
         optimizer: fp32 states.
         compute_copy: the parameters in the compute dtype, where it is not fp32.
         activations: what one micro-batch keeps for backward.
-        lm_head: tiles of logits, the gradient of the head in the compute dtype, and the fp32 sum of its input's.
+        lm_head: logits held at once, the gradient of the head in the compute dtype, and the fp32 sum of its input's.
         engine_weights: the inference engine's own copy, in the compute dtype.
         staged_weights: the next version on its way to the engine.
         kv_cache: keys and values of the engine's cache.
@@ -74,7 +72,7 @@ def plan_memory(
     size, width = count_parameters(config), COMPUTE_BYTES[dtype]
     trains = optimizer is not None
     copy = 0 if dtype == "float32" else size * width
-    tiles = _TILES_IN_BACKWARD * min(default_tile_elements(default_device()), tokens_per_mb * config.vocab_size)
+    logits = logit_bytes(tokens_per_mb, config.vocab_size, width, default_device(), backward=trains)
     head, head_input = config.vocab_size * config.hidden_size, tokens_per_mb * config.hidden_size
     return MemoryPlan(
         parameters=size * _FP32,
@@ -82,7 +80,7 @@ def plan_memory(
         optimizer=size * _FP32 * _OPTIMIZER_STATES[optimizer],
         compute_copy=copy,
         activations=tokens_per_mb * activation_bytes_per_token(config, width, recompute) if trains else 0,
-        lm_head=width * tiles + (width * (head + head_input) + _FP32 * head_input if trains else 0),
+        lm_head=logits + (width * (head + head_input) + _FP32 * head_input if trains else 0),
         engine_weights=size * width if kv_cache_tokens else 0,
         staged_weights=size * width if kv_cache_tokens else 0,
         kv_cache=kv_cache_tokens * kv_bytes_per_token(config, width),

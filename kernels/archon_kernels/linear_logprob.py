@@ -126,7 +126,7 @@ def linear_logprob(
         raise ValueError(f"top_k is {top_k}: choose from 0 to {vocab}, the size of the vocabulary")
     kept_elements = 0
     if tile_elements is None:
-        tile_elements = default_tile_elements(hidden_MD.device)
+        tile_elements = _tile_elements(hidden_MD.device)
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden_MD, weight_VD, bias_V)):
             kept_elements = _KEPT_BYTES // hidden_MD.element_size()
     if tile_elements < 1:
@@ -150,8 +150,18 @@ def linear_logprob(
     return Logprobs(logprobs, entropy if with_entropy else None, *top)
 
 
-def default_tile_elements(device: torch.device) -> int:
-    """Logits in a tile on ``device``."""
+def logit_bytes(rows: int, vocab: int, width: int, device: torch.device, *, backward: bool) -> int:
+    """Bytes of logits, ``width`` a number, that ``linear_logprob`` holds at once at most.
+
+    Args:
+        backward: count what forward keeps for backward, and the gradient of a tile beside it.
+    """
+    tile = min(_tile_elements(device), rows * vocab)
+    kept = kept_numel(rows, vocab, tile, _KEPT_BYTES // width) if backward else 0
+    return width * (tile + kept)
+
+
+def _tile_elements(device: torch.device) -> int:
     return _TILE_ELEMENTS_CPU if device.type == "cpu" else _TILE_ELEMENTS_ACCELERATOR
 
 
