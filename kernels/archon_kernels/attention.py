@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from archon_kernels.dispatch import choose
-from archon_kernels.dtypes import wide_dtype
+from archon_kernels.dtypes import autocast_operands, wide_dtype
 
 _LONG = 256
 """Tokens from which a document only shares a call with equally long neighbours; shorter ones of similar length do."""
@@ -78,8 +78,9 @@ def packed_attention(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, documents: Doc
         documents: borders of the T tokens.
 
     Returns:
-        ``[T, H, d]``, scores scaled by ``d ** -0.5``. Differentiable in q, k and v.
+        ``[T, H, d]``, scores scaled by ``d ** -0.5``. Differentiable in q, k and v. Under autocast in its dtype.
     """
+    q_THd, k_TGd, v_TGd = autocast_operands(q_THd, k_TGd, v_TGd)
     if _in_cpp(q_THd.device):
         return _packed_attention(q_THd, k_TGd, v_TGd, documents.cu_seqlens)[0]
     return _padded_attention(q_THd, k_TGd, v_TGd, documents)

@@ -14,6 +14,14 @@ def wide_dtype(*inputs: Tensor) -> torch.dtype:
     return dtype
 
 
+def autocast_operands(*operands: Tensor) -> tuple[Tensor, ...]:
+    """The operands of a matrix product in the dtype of autocast, if it is on; it leaves fp64 alone."""
+    device = operands[0].device.type
+    if not torch.is_autocast_enabled(device) or any(x.dtype == torch.float64 for x in operands):
+        return operands
+    return tuple(x.to(torch.get_autocast_dtype(device)) for x in operands)
+
+
 def check_choices(indices_TK: Tensor) -> None:
     """Refuse choices of experts in another dtype than int64, which some implementations would misread."""
     if indices_TK.dtype != torch.int64:

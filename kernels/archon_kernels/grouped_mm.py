@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from archon_kernels.dispatch import choose, implementations
-from archon_kernels.dtypes import wide_dtype
+from archon_kernels.dtypes import autocast_operands, wide_dtype
 
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 _NATIVE_ALIGNMENT = 16  # bytes that every stride must be a multiple of
@@ -29,7 +29,7 @@ def grouped_linear(rows_ND: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Ten
     Returns:
         ``[N, F]`` in the dtype of the rows; 0 in rows beyond the counts, which get gradient 0.
     """
-    return _grouped_linear(*_autocast(rows_ND, weight_EFD), counts_E)
+    return _grouped_linear(*autocast_operands(rows_ND, weight_EFD), counts_E)
 
 
 def grouped_swiglu(rows_ND: Tensor, gate_up_EFD: Tensor, counts_E: Tensor) -> Tensor:
@@ -46,15 +46,7 @@ def grouped_swiglu(rows_ND: Tensor, gate_up_EFD: Tensor, counts_E: Tensor) -> Te
     Returns:
         ``[N, F]`` in the dtype of the rows; 0 in rows beyond the counts, which get gradient 0.
     """
-    return _grouped_swiglu(*_autocast(rows_ND, gate_up_EFD), counts_E)[0]
-
-
-def _autocast(rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    device = rows.device.type
-    if not torch.is_autocast_enabled(device) or rows.dtype == torch.float64:  # autocast leaves fp64 alone
-        return rows, weight
-    dtype = torch.get_autocast_dtype(device)
-    return rows.to(dtype), weight.to(dtype)
+    return _grouped_swiglu(*autocast_operands(rows_ND, gate_up_EFD), counts_E)[0]
 
 
 def _reference_linear(rows_ND: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from archon_kernels.dispatch import choose
-from archon_kernels.dtypes import wide_dtype
+from archon_kernels.dtypes import autocast_operands, wide_dtype
 from archon_kernels.logprob_tiles import (
     GRADIENT,
     PEAK,
@@ -103,9 +103,7 @@ def linear_logprob(
     Raises:
         ValueError: shapes, dtypes or values that do not fit together.
     """
-    if torch.is_autocast_enabled(hidden_MD.device.type):
-        dtype = torch.get_autocast_dtype(hidden_MD.device.type)
-        hidden_MD, weight_VD = hidden_MD.to(dtype), weight_VD.to(dtype)
+    hidden_MD, weight_VD = autocast_operands(hidden_MD, weight_VD)
     rows, vocab = hidden_MD.shape[0], weight_VD.shape[0]
     if hidden_MD.dtype != weight_VD.dtype or hidden_MD.shape[1:] != weight_VD.shape[1:]:
         raise ValueError(

@@ -168,3 +168,14 @@ def test_the_op_names_what_does_not_fit() -> None:
         torch.ops.archon.packed_attention(q, k, k, borders([4]))
     with pytest.raises(RuntimeError, match="cu_seqlens must rise from 0 to 4"):
         torch.ops.archon.packed_attention(q, q, q, borders([5]))
+
+
+@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
+def test_autocast_computes_in_its_dtype(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ARCHON_KERNELS", kernels)
+    tensors = [torch.randn(20, heads, 8) for heads in (4, 2, 2)]
+    tensors[2] = tensors[2].bfloat16()
+    documents = Documents.from_cu_seqlens(borders([3, 17]))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = packed_attention(*tensors, documents)
+    assert torch.equal(out, packed_attention(*(x.bfloat16() for x in tensors), documents))
