@@ -23,14 +23,14 @@ class Documents:
     Attributes:
         cu_seqlens: ``[N+1]`` int64 borders in the packed batch.
         buckets: (documents, tokens each) per call, in padded order. Shorter documents are filled up at their end, where
-            the causal mask hides the filler.
+            the causal mask hides the filler. None where the C++ op takes all documents as they are.
         source: ``[P]`` int64 packed row behind each padded row (a filler repeats its document's last row), or None when
             the padded order is the packed order.
         position: ``[T]`` int64 padded row of each packed row, or None likewise.
     """
 
     cu_seqlens: Tensor
-    buckets: tuple[tuple[int, int], ...]
+    buckets: tuple[tuple[int, int], ...] | None
     source: Tensor | None
     position: Tensor | None
 
@@ -38,6 +38,8 @@ class Documents:
     def from_cu_seqlens(cls, cu_seqlens: Tensor) -> Documents:
         """Group the documents of ``cu_seqlens [N+1]``; documents without tokens are allowed. Synchronises once."""
         borders = cu_seqlens.to("cpu", torch.long)
+        if choose({"cpp": True, "reference": False}, cu_seqlens.device):
+            return cls(borders, None, None, None)
         lengths, starts = borders.diff(), borders[:-1]
         # Short documents by length, then long ones in packed order, so that a batch of long ones needs no copy.
         order = lengths.clamp(max=_LONG).argsort(stable=True)
@@ -81,14 +83,9 @@ def packed_attention(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, documents: Doc
         ``[T, H, d]``, scores scaled by ``d ** -0.5``. Differentiable in q, k and v. Under autocast in its dtype.
     """
     q_THd, k_TGd, v_TGd = autocast_operands(q_THd, k_TGd, v_TGd)
-    if _in_cpp(q_THd.device):
+    if documents.buckets is None:
         return _packed_attention(q_THd, k_TGd, v_TGd, documents.cu_seqlens)[0]
-    return _padded_attention(q_THd, k_TGd, v_TGd, documents)
-
-
-@torch.compiler.assume_constant_result
-def _in_cpp(device: torch.device) -> bool:
-    return choose({"cpp": True, "reference": False}, device)
+    return _padded_attention(q_THd, k_TGd, v_TGd, documents, documents.buckets)
 
 
 @torch.library.custom_op("archon::packed_attention", mutates_args=())
@@ -132,11 +129,13 @@ def _grad(ctx: Any, grad_THd: Tensor | None, _: None) -> tuple[Tensor | None, Te
 _packed_attention.register_autograd(_grad, setup_context=_save)
 
 
-def _padded_attention(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, documents: Documents) -> Tensor:
-    sizes = [count * length for count, length in documents.buckets]
+def _padded_attention(
+    q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, documents: Documents, buckets: tuple[tuple[int, int], ...]
+) -> Tensor:
+    sizes = [count * length for count, length in buckets]
     columns = [_Pad.apply(x, documents).split(sizes) for x in (q_THd, k_TGd, v_TGd)]
     outputs = []
-    for shape, *parts in zip(documents.buckets, *columns, strict=True):
+    for shape, *parts in zip(buckets, *columns, strict=True):
         q, k, v = (part.unflatten(0, shape).transpose(1, 2) for part in parts)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         outputs.append(out.transpose(1, 2).flatten(0, 1))
