@@ -255,6 +255,10 @@ std::tuple<Tensor, Tensor, Tensor> packed_attention_backward(const Tensor& grad_
   const Tensor grad = grad_THd.contiguous(), out = out_THd.contiguous(), lse = lse_TH.contiguous();
   const Tensor q = q_THd.contiguous(), k = k_TGd.contiguous(), v = v_TGd.contiguous(), cu = cu_seqlens.contiguous();
   const Shape shape = check(q, k, v, cu);
+  TORCH_CHECK(grad.sizes() == out.sizes() && out.numel() == shape.tokens * shape.heads * shape.value_width &&
+                  lse.numel() == shape.tokens * shape.heads,
+              "gradients ", grad.sizes(), ", outputs ", out.sizes(), " and sums ", lse.sizes(), " for queries ",
+              q.sizes());
   const auto tiles = plan(shape, cu);
   Tensor grad_q = at::empty_like(q), grad_k = at::empty_like(k), grad_v = at::empty_like(v);
   ARCHON_DISPATCH(q.scalar_type(), "packed_attention_backward", [&] {

@@ -88,6 +88,8 @@ void swiglu_backward_row(const scalar_t* __restrict gate, const scalar_t* __rest
 Tensor swiglu_backward(const Tensor& grad_NF, const Tensor& product_NF) {
   const Tensor grad = grad_NF.contiguous(), product = product_NF.contiguous();
   const int64_t rows = grad.size(0), inner = grad.size(1);
+  TORCH_CHECK(product.size(0) == rows && product.size(1) == 2 * inner, "gradients ", grad.sizes(), " for products ",
+              product.sizes());
   Tensor out = at::empty(product.sizes(), product.options());
   ARCHON_DISPATCH(product.scalar_type(), "swiglu_backward", [&] {
     const scalar_t *from = product.const_data_ptr<scalar_t>(), *gradient = grad.const_data_ptr<scalar_t>();

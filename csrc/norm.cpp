@@ -59,7 +59,12 @@ void normalise_backward(const scalar_t* grad, const scalar_t* x, const scalar_t*
   }
 }
 
+void check_weight(const Tensor& x_ND, const Tensor& weight_D) {
+  TORCH_CHECK(weight_D.numel() == x_ND.size(1), "a weight of ", weight_D.numel(), " for rows of ", x_ND.size(1));
+}
+
 std::tuple<Tensor, Tensor> rms_norm(const Tensor& x_ND, const Tensor& weight_D, double eps) {
+  check_weight(x_ND, weight_D);
   const Tensor x = x_ND.contiguous(), weight = weight_D.to(x_ND.scalar_type()).contiguous();
   const int64_t rows = x.size(0), width = x.size(1);
   Tensor out = at::empty_like(x), scale;
@@ -74,6 +79,9 @@ std::tuple<Tensor, Tensor> rms_norm(const Tensor& x_ND, const Tensor& weight_D, 
 
 std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad_ND, const Tensor& x_ND, const Tensor& weight_D,
                                              const Tensor& scale_N) {
+  check_weight(x_ND, weight_D);
+  TORCH_CHECK(grad_ND.sizes() == x_ND.sizes() && scale_N.numel() == x_ND.size(0), "a gradient ", grad_ND.sizes(),
+              " and ", scale_N.numel(), " scales for rows ", x_ND.sizes());
   const Tensor grad = grad_ND.contiguous(), x = x_ND.contiguous();
   const Tensor weight = weight_D.to(x_ND.scalar_type()).contiguous();
   const int64_t rows = x.size(0), width = x.size(1);

@@ -1,5 +1,7 @@
 // Rows of tokens sorted by expert, and their weighted sum back in token order; see archon_kernels/permute.py.
 
+#include <ATen/ops/zeros.h>
+
 #include <cstring>
 
 #include "common.h"
@@ -92,6 +94,7 @@ void sum_rows(const Tensor& rows_ND, const wide_t<scalar_t>* weights, const Tens
 
 Tensor permute_backward(const Tensor& grad_ND, const Tensor& position, int64_t top_k) {
   const Tensor grad = grad_ND.contiguous();
+  TORCH_CHECK(top_k > 0, "tokens have at least 1 choice, not ", top_k);
   const int64_t tokens = position.numel() / top_k, width = grad.size(1);
   Tensor out = at::empty({tokens, width}, grad.options());
   ARCHON_DISPATCH(grad.scalar_type(), "permute_backward", [&] {
@@ -129,12 +132,14 @@ std::tuple<Tensor, Tensor> combine_backward(const Tensor& grad_TD, const Tensor&
   const Tensor grad = grad_TD.contiguous(), rows = rows_ND.contiguous(), places = source.contiguous();
   const int64_t pairs = weights_TK.numel(), top_k = weights_TK.size(1), width = rows.size(1);
   TORCH_CHECK(places.numel() == rows.size(0), places.numel(), " sources for ", rows.size(0), " rows");
+  TORCH_CHECK(grad.size(0) == weights_TK.size(0) && grad.size(1) == width, "gradients ", grad.sizes(), " for ",
+              weights_TK.size(0), " tokens of width ", width);
   Tensor grad_rows = at::empty(rows.sizes(), rows.options());
   Tensor grad_weights;
   ARCHON_DISPATCH(rows.scalar_type(), "combine_backward", [&] {
     using acc_t = wide_t<scalar_t>;
     const Tensor weights = weights_TK.to(c10::CppTypeToScalarType<acc_t>::value).contiguous();
-    grad_weights = at::empty(weights.sizes(), weights.options());
+    grad_weights = at::zeros(weights.sizes(), weights.options());
     const scalar_t *g = grad.const_data_ptr<scalar_t>(), *x = rows.const_data_ptr<scalar_t>();
     const acc_t* w = weights.const_data_ptr<acc_t>();
     const int64_t* from = places.const_data_ptr<int64_t>();

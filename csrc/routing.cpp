@@ -83,6 +83,10 @@ std::tuple<Tensor, Tensor> topk_gate(const Tensor& logits_TE, int64_t top_k, boo
   const Tensor logits = logits_TE.contiguous();
   const int64_t tokens = logits.size(0), experts = logits.size(1);
   const Groups groups{n_groups, groups_per_token, group_score_top, experts / n_groups};
+  TORCH_CHECK(!bias_E || bias_E->numel() == experts, "a bias of ", bias_E ? bias_E->numel() : 0, " for ", experts,
+              " experts");
+  TORCH_CHECK(!recorded_TK || recorded_TK->numel() == tokens * top_k, recorded_TK ? recorded_TK->numel() : 0,
+              " recorded choices for ", tokens, " tokens with ", top_k, " each");
   const Tensor recorded = recorded_TK ? recorded_TK->contiguous() : Tensor();
   const int64_t* given = recorded_TK ? recorded.const_data_ptr<int64_t>() : nullptr;
   Tensor indices = at::empty({tokens, top_k}, logits.options().dtype(at::kLong));
@@ -131,6 +135,8 @@ Tensor topk_gate_backward(const Tensor& grad_TK, const Tensor& logits_TE, const 
                           bool renormalize, double scale) {
   const Tensor logits = logits_TE.contiguous(), indices = indices_TK.contiguous();
   const int64_t tokens = logits.size(0), experts = logits.size(1), top_k = indices.size(1);
+  TORCH_CHECK(indices.size(0) == tokens && grad_TK.sizes() == indices.sizes(), "gradients ", grad_TK.sizes(),
+              " of choices ", indices.sizes(), " of ", tokens, " tokens");
   Tensor out = at::empty({tokens, experts}, logits.options());
   const int64_t* index = indices.const_data_ptr<int64_t>();
   ARCHON_DISPATCH(logits.scalar_type(), "topk_gate_backward", [&] {
@@ -148,6 +154,7 @@ Tensor topk_gate_backward(const Tensor& grad_TK, const Tensor& logits_TE, const 
         const acc_t* g = grad + token * top_k;
         acc_t sum = 0, dot = 0;
         for (int64_t k = 0; k < top_k; ++k) {
+          TORCH_CHECK(chosen[k] >= 0 && chosen[k] < experts, "expert ", chosen[k], " is not in [0, ", experts, ")");
           sum += scores[chosen[k]];
           dot += g[k] * scores[chosen[k]];
         }

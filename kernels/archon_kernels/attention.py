@@ -81,8 +81,13 @@ def packed_attention(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, documents: Doc
 
     Returns:
         ``[T, H, d]``, scores scaled by ``d ** -0.5``. Differentiable in q, k and v. Under autocast in its dtype.
+
+    Raises:
+        ValueError: borders on another device than the tokens.
     """
     q_THd, k_TGd, v_TGd = autocast_operands(q_THd, k_TGd, v_TGd)
+    if documents.cu_seqlens.device != q_THd.device:
+        raise ValueError(f"the borders of the documents are on {documents.cu_seqlens.device}, q is on {q_THd.device}")
     if documents.buckets is None:
         return _packed_attention(q_THd, k_TGd, v_TGd, documents.cu_seqlens)[0]
     return _padded_attention(q_THd, k_TGd, v_TGd, documents, documents.buckets)

@@ -220,11 +220,7 @@ def _linear_logprob(
                 scores = torch.cat([top_scores_MK[rows], found[0]], 1)
                 best = merge_top(scores, torch.cat([top_ids_MK[rows], found[1]], 1))
                 top_scores_MK[rows], top_ids_MK[rows] = (x[:, :top_k] for x in best)
-    # Outputs are equal where inputs are: nothing that is kept is left as the allocator gave it.
-    if stride is not None:
-        logits[hidden_MD.shape[0] * vocab :].zero_()
-    else:
-        logits[row_tiles[0].stop * column_tiles[0].stop if row_tiles and column_tiles else 0 :].zero_()
+    # What a mask or a smaller tile leaves of the logits is neither written nor read: such rows cost no memory either.
     if group_name is not None:
         group = _resolve_process_group(GroupName(group_name))
         _sum_over_shards(running_M4, group)

@@ -23,7 +23,12 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
     Returns:
         ``[..., D]`` in the dtype of x, differentiable in both.
+
+    Raises:
+        ValueError: a weight of another width than x.
     """
+    if weight_D.shape != x.shape[-1:]:
+        raise ValueError(f"a weight of shape {tuple(weight_D.shape)} cannot scale rows of {tuple(x.shape[-1:])}")
     if x.device.type != "cpu":
         return F.rms_norm(x, weight_D.shape, weight_D, eps)
     return _rms_norm(x.reshape(-1, x.shape[-1]), weight_D, eps)[0].view(x.shape)

@@ -41,9 +41,11 @@ def sort_by_expert(indices_TK: Tensor, num_experts: int, tile: int = 1) -> Exper
         tile: rows that the start of each expert is a multiple of.
 
     Raises:
-        ValueError: choices that are not int64.
+        ValueError: choices that are not int64, no choices per token, or a tile below 1.
     """
     check_choices(indices_TK)
+    if indices_TK.shape[1] < 1 or tile < 1:
+        raise ValueError(f"{indices_TK.shape[1]} choices per token in tiles of {tile} rows: both are at least 1")
     source, position, counts = _sort_by_expert(indices_TK, num_experts, tile)
     return ExpertOrder(source, position, counts, top_k=indices_TK.shape[1])
 

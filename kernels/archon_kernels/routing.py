@@ -53,10 +53,10 @@ def topk_gate(
         selection score; of equal groups or experts the one with the lower number comes first.
 
     Raises:
-        ValueError: recorded choices of another shape than ``[T, K]`` or dtype than int64, an unknown score, or groups
-            that do not divide the experts, do not exist, or hold too few experts.
+        ValueError: recorded choices of another shape than ``[T, K]`` or dtype than int64, a bias of another than
+            ``[E]``, an unknown score, or groups that do not divide the experts, do not exist, or hold too few experts.
     """
-    _check(logits_TE, top_k, scores, n_groups, groups_per_token, group_score_top, indices_TK)
+    _check(logits_TE, top_k, scores, n_groups, groups_per_token, group_score_top, selection_bias_E, indices_TK)
     return _gate(
         logits_TE,
         top_k,
@@ -92,9 +92,12 @@ def _check(
     n_groups: int,
     groups_per_token: int,
     group_score_top: int,
+    bias_E: Tensor | None,
     recorded_TK: Tensor | None,
 ) -> None:
     tokens, experts = logits_TE.shape
+    if bias_E is not None and bias_E.shape != (experts,):
+        raise ValueError(f"the selection bias has shape {tuple(bias_E.shape)}, the router has {experts} experts")
     if scores not in SCORES:
         raise ValueError(f"router scores are {scores!r}; they are one of {', '.join(SCORES)}")
     if n_groups < 1 or experts % n_groups or not 1 <= groups_per_token <= n_groups:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 
 from archon_kernels import extension
 
@@ -22,6 +23,17 @@ def noted(**case: Any) -> Iterator[None]:
     except Exception as error:
         error.add_note(", ".join(f"{name}={value}" for name, value in case.items()))
         raise
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Run the ops on so many threads, as tests of what these share must: the others run on one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def use(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -142,18 +143,16 @@ def test_narrow_dtypes_have_their_accuracy(
         assert (tensor.grad.double() - reference.grad).norm() <= tolerance * reference.grad.norm()
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_float64_is_computed_in_float64(threads: int) -> None:
-    """Few long documents, so that with two threads these share the products; values narrower than keys."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    shapes = [(150, 2, 6), (150, 1, 6), (150, 1, 3)]
-    ours = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    documents = Documents.from_cu_seqlens(borders([150]))
-    out = packed_attention(*ours, documents)
-    grads = torch.autograd.grad(out.sin().sum(), ours)
-    torch.set_num_threads(before)
-    expected = truth(*ours, [150])
+@pytest.mark.parametrize("lengths", [[150], [70, 1, 33, 46]], ids=["shared_products", "dealt_tasks"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_threads_share_the_work(count: int, lengths: list[int]) -> None:
+    """In fp64, with values narrower than keys and heads that are not contiguous."""
+    shapes = [(6, 4, 150), (6, 2, 150), (3, 2, 150)]
+    ours = [torch.randn(shape, dtype=torch.float64).permute(2, 1, 0).requires_grad_() for shape in shapes]
+    with threads(count):
+        out = packed_attention(*ours, Documents.from_cu_seqlens(borders(lengths)))
+        grads = torch.autograd.grad(out.sin().sum(), ours)
+    expected = truth(*ours, lengths)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     for ours_grad, theirs in zip(grads, torch.autograd.grad(expected.sin().sum(), ours), strict=True):
         torch.testing.assert_close(ours_grad, theirs, rtol=1e-10, atol=1e-11)
@@ -175,8 +174,12 @@ def test_the_op_names_what_does_not_fit() -> None:
     q, k = torch.randn(4, 4, 8), torch.randn(4, 3, 8)
     with pytest.raises(RuntimeError, match=r"queries \[4, 4, 8\] do not fit keys \[4, 3, 8\]"):
         torch.ops.archon.packed_attention(q, k, k, borders([4]))
-    with pytest.raises(RuntimeError, match="cu_seqlens must rise from 0 to 4"):
-        torch.ops.archon.packed_attention(q, q, q, borders([5]))
+    for cu_seqlens in ([0, 5], [1, 4], [0, 9, 4], [0, -3, 4], [0]):
+        with pytest.raises(RuntimeError, match="cu_seqlens must rise from 0 to 4"):
+            torch.ops.archon.packed_attention(q, q, q, torch.tensor(cu_seqlens))
+    for out, lse in ((q[:3], q[..., 0]), (q, q[:3, :, 0])):
+        with pytest.raises(RuntimeError, match=r"for queries \[4, 4, 8\]"):
+            torch.ops.archon.packed_attention_backward(q, q, q, q, borders([4]), out, lse)
 
 
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)

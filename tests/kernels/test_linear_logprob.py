@@ -306,8 +306,9 @@ def test_backward_twice_gives_the_same_gradient(implementation: None) -> None:
 def test_operator_registration(implementation: None, with_options: bool, kept: int) -> None:
     hidden, weight, targets, temperature, _ = inputs(5, 8, 11, torch.float32)
     h, w, b = leaves(hidden, weight, torch.zeros(11))
-    optional = (b, temperature, torch.tensor([True, False, True, True, False])) if with_options else (None, None, None)
-    arguments = (h, w, targets, *optional, 3.0 * with_options, with_options, 2 * with_options, 24, kept, 0, None)
+    mask = torch.ones(5, dtype=torch.bool)  # only what is kept of a whole mask and of a full tile is all written
+    optional = (b, temperature, mask) if with_options else (None, None, None)
+    arguments = (h, w, targets, *optional, 3.0 * with_options, with_options, 2 * with_options, 20, kept, 0, None)
     torch.library.opcheck(linear_logprob_module._linear_logprob, arguments)
 
 
@@ -351,6 +352,28 @@ def test_masked_rows_are_left_out_of_the_products(monkeypatch: pytest.MonkeyPatc
     assert products == [30 * 8 * 11] * 3
 
 
+def test_masked_rows_are_neither_written_nor_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept for backward has room for them, whose pages stay untouched: nothing fills it."""
+    monkeypatch.setattr(linear_logprob_module, "_TILE_ELEMENTS_CPU", 64)
+    hidden, weight, targets, _, _ = inputs(100, 8, 11, torch.float32)
+    filled: list[int] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            out = func(*args, **(kwargs or {}))
+            if func.overloadpacket.__name__ in ("zero_", "fill_", "zeros", "new_zeros", "full", "new_full", "copy_"):
+                filled.append(out.numel())
+            return out
+
+    mask = torch.arange(100) < 3
+    with Watch():
+        kept = linear_logprob_module._linear_logprob._init_fn(
+            hidden, weight, targets, None, None, mask, 0.0, False, 0, 64, 100 * 11, 0, None
+        )[-1]
+    assert kept.numel() == 100 * 11 and filled and max(filled) <= 100
+    torch.testing.assert_close(kept[: 3 * 11].sort().values, (hidden[:3] @ weight.t()).flatten().sort().values)
+
+
 SPLITS = (
     (50, 51),
     (101, 0),
@@ -369,7 +392,9 @@ def split_inputs(kind: str) -> list[Tensor]:
     return tensors
 
 
-def score(kind: str, start: int, stop: int, tile_elements: int, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
+def score(
+    kind: str, start: int, stop: int, tile_elements: int | None, group: dist.ProcessGroup | None
+) -> dict[str, Tensor]:
     """Results and gradients with the rows ``start:stop`` of the vocabulary."""
     hidden, weight, targets, temperature, pull = split_inputs(kind)
     h, w = hidden.requires_grad_(), weight[start:stop].requires_grad_(kind != "frozen_head")
@@ -399,7 +424,8 @@ def score_splits() -> dict[tuple[tuple[int, ...], str], dict[str, Tensor]]:
         if rank < len(split):
             start = sum(split[:rank])
             for kind in KINDS:
-                results[split, kind] = score(kind, start, start + split[rank], 51 * 5, group)
+                tile_elements = None if kind == "fp32" else 51 * 5  # with None the logits are kept
+                results[split, kind] = score(kind, start, start + split[rank], tile_elements, group)
     return results
 
 

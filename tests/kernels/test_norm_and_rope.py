@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import IMPLEMENTATIONS, use
+from cases import IMPLEMENTATIONS, threads, use
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -125,3 +125,23 @@ def test_opcheck_and_one_graph() -> None:
     expected = torch.autograd.grad(both(x, heads), (x, heads, weight))
     found = torch.autograd.grad(torch.compile(both, backend="aot_eager", fullgraph=True)(x, heads), (x, heads, weight))
     torch.testing.assert_close(found, expected)
+
+
+def test_a_weight_of_another_width_is_refused() -> None:
+    for width in (4, 128):
+        with pytest.raises(ValueError, match=rf"a weight of shape \({width},\) cannot scale rows of \(64,\)"):
+            rms_norm(torch.randn(4, 64), torch.ones(width), EPS)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_threads_share_the_rows(count: int) -> None:
+    x, weight, pull = (draw(*shape, dtype=torch.float32, seed=3) for shape in [(1000, 101), (101,), (1000, 101)])
+    with threads(count):
+        out = rms_norm(x, weight, EPS)
+        grads = torch.autograd.grad(out, (x, weight), pull)
+    x64, weight64 = (t.detach().double().requires_grad_() for t in (x, weight))
+    truth = F.rms_norm(x64, (101,), weight64, EPS)
+    for ours, right in zip(
+        (out, *grads), (truth, *torch.autograd.grad(truth, (x64, weight64), pull.double())), strict=True
+    ):
+        assert_near(ours, right)

@@ -68,6 +68,24 @@ def test_choices_of_another_dtype_are_refused(implementation: None) -> None:
         sort_by_expert(torch.zeros(3, 1, dtype=torch.int32), 4)
 
 
+@pytest.mark.parametrize(("top_k", "tile"), [(0, 1), (1, 0)])
+def test_no_choices_and_no_tiles_are_refused(top_k: int, tile: int, implementation: None) -> None:
+    with pytest.raises(ValueError, match=f"{top_k} choices per token in tiles of {tile} rows"):
+        sort_by_expert(torch.zeros(3, top_k, dtype=torch.long), 4, tile)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrow_results_are_rounded_to_the_nearest_even(dtype: torch.dtype, implementation: None) -> None:
+    """Bit for bit as torch rounds: every number of 16 bits, what lies between two, and what overflows."""
+    exact = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    exact = exact[exact.isfinite()].sort().values
+    between = (exact[1:].double() + exact[:-1].double()) / 2
+    values = torch.cat([exact, between.float(), between.float().nextafter(torch.tensor(torch.inf)), exact[-1:] * 1.01])
+    order = sort_by_expert(torch.zeros(len(values), 1, dtype=torch.long), 1)
+    out = combine(torch.ones(len(values), 1, dtype=dtype), values[:, None], order)
+    assert torch.equal(out.squeeze(1), values.to(dtype))
+
+
 def test_an_order_that_does_not_fit_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     use("cpp", monkeypatch)
     with pytest.raises(RuntimeError, match=r"expert 4 is not in \[0, 4\)"):
@@ -85,6 +103,10 @@ def test_an_order_that_does_not_fit_is_refused_before_it_is_read(monkeypatch: py
     bent = ExpertOrder(order.source + 1, order.position, order.counts, top_k=2)
     with pytest.raises(RuntimeError, match="row 2 comes from pair 6 of 6"):
         combine(rows.requires_grad_(), weights.detach(), bent).sum().backward()
+    sorted_rows = (rows.detach(), weights.detach(), order.source, order.position)
+    for grad in (torch.ones(2, 4), torch.ones(3, 2)):
+        with pytest.raises(RuntimeError, match="for 3 tokens of width 4"):
+            torch.ops.archon_cpp.combine_backward(grad, *sorted_rows)
 
 
 def test_combine_of_bf16_rows_sums_in_fp32(implementation: None) -> None:

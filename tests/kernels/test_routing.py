@@ -195,6 +195,8 @@ def test_an_expert_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatc
     ("arguments", "message"),
     [
         ({"indices_TK": torch.zeros(9, 3, dtype=torch.long)}, r"\(9, 3\).*\(9, 2\)"),
+        ({"selection_bias_E": torch.zeros(2)}, r"bias has shape \(2,\), the router has 6 experts"),
+        ({"selection_bias_E": torch.zeros(6, 1)}, r"bias has shape \(6, 1\)"),
         ({"scores": "softplus"}, "softplus.*softmax, sigmoid"),
         ({"n_groups": 4}, "6 experts in 4 groups"),
         ({"n_groups": 3, "groups_per_token": 4}, "uses 4"),
@@ -239,3 +241,13 @@ def test_compiles_without_a_graph_break(gate: str, implementation: None) -> None
 def test_a_mask_of_another_length_is_refused(implementation: None) -> None:
     with pytest.raises(RuntimeError):
         count_experts(torch.zeros(8, 2, dtype=torch.long), 4, torch.ones(3, dtype=torch.bool))
+
+
+def test_backward_of_other_choices_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    use("cpp", monkeypatch)
+    logits = torch.zeros(2, 4)
+    arguments: tuple[bool, bool, float] = (False, False, 1.0)
+    with pytest.raises(RuntimeError, match=r"expert 9 is not in \[0, 4\)"):
+        torch.ops.archon_cpp.topk_gate_backward(torch.ones(2, 1), logits, torch.tensor([[0], [9]]), *arguments)
+    with pytest.raises(RuntimeError, match=r"gradients \[1, 1\] of choices \[2, 1\] of 2 tokens"):
+        torch.ops.archon_cpp.topk_gate_backward(torch.ones(1, 1), logits, torch.tensor([[0], [3]]), *arguments)
