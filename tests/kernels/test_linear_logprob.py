@@ -220,16 +220,18 @@ def test_values_and_gradients_equal_fp64(masked: str, dtype: torch.dtype, monkey
     ("rows", "masked", "share"),
     [(0, "none", 1), (1, "none", 1), (7, "ones", 1), (7, "random", 0.4), (129, "random", 0.1), (1000, "random", 0.01),
      (129, "zeros", 0), (1000, "zeros", 0),
-     pytest.param(129, "ones", 1, marks=pytest.mark.slow), pytest.param(1000, "random", 0.1, marks=pytest.mark.slow)],
+     pytest.param(129, "ones", 1, marks=pytest.mark.slow), pytest.param(1000, "random", 0.1, marks=pytest.mark.slow),
+     pytest.param(1000, "ones", 1, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_a_large_vocabulary_equals_fp64(
     rows: int, masked: str, share: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = problem(rows, LARGE, dtype, masked, share=share)
-    for implementation in IMPLEMENTATIONS:
-        use(implementation, monkeypatch)
-        with noted(implementation=implementation):
-            given.check()
+    for plain in (True, False):
+        given = problem(rows, LARGE, dtype, masked, share=share, plain=plain)
+        for implementation in IMPLEMENTATIONS:
+            use(implementation, monkeypatch)
+            with noted(implementation=implementation, plain=plain):
+                given.check()
 
 
 def test_fp16_equals_fp64(implementation: None) -> None:
