@@ -204,7 +204,7 @@ def _linear_logprob(
     top_ids_MK = targets_M.new_full((targets_M.shape[0], top_k), -1)
     vocab = weight_VD.shape[0]
     logits = hidden_MD.new_empty(kept_numel(shape[0], vocab, tile_elements, kept_elements))
-    stride = vocab if shape[0] * vocab <= kept_elements else None
+    stride = vocab if logits.numel() == shape[0] * vocab else None
     row_tiles, column_tiles = tiles(hidden_MD.shape[0], vocab, tile_elements)
     for rows in row_tiles:
         scale = None if temperature is None else temperature[rows]
@@ -271,7 +271,6 @@ def _linear_logprob_backward(
     logits: Tensor,
     softcap: float,
     tile_elements: int,
-    kept_elements: int,
     vocab_start: int,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -290,7 +289,7 @@ def _linear_logprob_backward(
     gradient = choose(GRADIENT, hidden_MD.device)
     chosen_MN = chosen_MN - vocab_start
     vocab = weight_VD.shape[0]
-    stride = vocab if shape[0] * vocab <= kept_elements else None
+    stride = vocab if logits.numel() == shape[0] * vocab else None
     row_tiles, column_tiles = tiles(hidden_MD.shape[0], vocab, tile_elements)
     # One buffer for all tiles: fresh memory would cost page faults.
     narrow, fresh = wide != hidden_MD.dtype, logits.new_empty(min(tile_elements, hidden_MD.shape[0] * vocab))
@@ -349,7 +348,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.softcap, ctx.with_entropy, _, ctx.tile_elements, ctx.kept_elements, ctx.vocab_start, _ = inputs
+    *tensors, ctx.softcap, ctx.with_entropy, _, ctx.tile_elements, _, ctx.vocab_start, _ = inputs
     _, entropy, _, top_ids_MK, logsumexp_M, logits = output
     ctx.save_for_backward(*tensors, entropy, top_ids_MK, logsumexp_M, logits)
     ctx.mark_non_differentiable(top_ids_MK, logsumexp_M, logits)
@@ -360,8 +359,7 @@ def _grad(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     grad_logprobs, grad_entropy, grad_top, *_ = grads
     grads = (grad_logprobs, grad_entropy if ctx.with_entropy else None, grad_top)
     needs = [ctx.needs_input_grad[place] for place in (0, 1, 3)]
-    sizes = (ctx.tile_elements, ctx.kept_elements, ctx.vocab_start)
-    found = _linear_logprob_backward(*grads, *ctx.saved_tensors, ctx.softcap, *sizes, needs)
+    found = _linear_logprob_backward(*grads, *ctx.saved_tensors, ctx.softcap, ctx.tile_elements, ctx.vocab_start, needs)
     hidden, weight, bias = (grad if need else None for grad, need in zip(found, needs, strict=True))
     return hidden, weight, None, bias, *[None] * 9
 

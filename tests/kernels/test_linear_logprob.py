@@ -162,7 +162,7 @@ def test_memory_is_bounded_by_the_tile(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         saved = (hidden, weight, targets, None, None, None, entropy, top_ids, logsumexp, kept)
         backward = linear_logprob_module._linear_logprob_backward._init_fn
-        backward(pull[0], pull[1], None, *saved, 0.0, tile, 0, 0, [True, True, False])
+        backward(pull[0], pull[1], None, *saved, 0.0, tile, 0, [True, True, False])
     assert rows * 8 < largest <= tile < rows * vocab
 
 
